@@ -37,7 +37,7 @@ _CORPUS = (
     "standard library."
 )
 _RUNS = "runs"
-"""In a peer's state directory."""
+"""Subfolder of a peer's state directory."""
 _COLUMN = option(
     "--column",
     default=TEXT,
@@ -47,7 +47,7 @@ _COLUMN = option(
 
 
 class Programs(Program, click.Group):
-    """Several commands with one way of ending."""
+    """Several commands, which all end as a `Program` does."""
 
     command_class = Program
 
@@ -245,7 +245,7 @@ def info(
     deque(one_pass.training_documents(), maxlen=0)
     contents = one_pass.contents()
     figures = _shown(contents, as_json)
-    del figures["digest"]  # of tokens, which there are none of yet
+    del figures["digest"]  # a digest of tokens, and there are no tokens yet
     _say({"text": text.name, **figures}, as_json)
     if not as_json:
         _say_read(contents, list_skipped)
@@ -309,7 +309,7 @@ def _source(
 def _held_out(source: shard_writer.Source, tokenizer: Tokenizer) -> Iterator[bytes]:
     """Whole held-out documents as text, as many as the largest run may need."""
     size, is_ready = 0, isinstance(source, ReadyTokens)
-    # An id has 4 bytes here, and stands for at least about one byte of text.
+    # An id takes 4 bytes here, and represents about one byte of text or more.
     limit = (4 if is_ready else 2) * MAX_HELD_OUT_TEXT
     found = list(dict.fromkeys(whole_held_out(source.documents(), limit)))
     if is_ready:
@@ -348,7 +348,7 @@ def _shown(contents: shard_writer.Contents, as_json: bool) -> dict[str, Any]:
 
 
 def _say_read(contents: shard_writer.Contents, list_skipped: bool | None) -> None:
-    """A line about read and unread input, and on request every name of it."""
+    """Prints a line about read and unread input, and on request all names of unread input."""
     for line in (contents.summary(), *(contents.tally.names() if list_skipped else ())):
         click.echo(printable(line))
 

@@ -8,14 +8,14 @@ ordinary observer of the peer, and changes only the times of events.
 | local_steps | after a local step |
 | save | the offered values are stored, the private state is not durable |
 | offer | the private state is durable, nothing was offered |
-| roster | as convener before the first ROSTER is sent, as reducer when it came |
+| roster | as convener before the first ROSTER is sent, as reducer once it has arrived |
 | reduce | the values of a unit are here, their mean is not |
 | propose | as convener, before the first PROPOSE |
-| fetch | a fetch has begun; a joiner's: the first blob of the model is here |
+| fetch | a fetch has begun; for a joiner: the first blob of the model is here |
 | accept | the vote is durable, ACCEPT was not sent |
 | commit | as convener: decided and applied, but no COMMIT went out |
 | apply | the record names the new tip, the live model was not swapped |
-| merge | a merge is due, nothing of it is computed |
+| merge | a merge is due, and no part of it is computed |
 | leave | asked to leave, nobody knows of it |
 """
 
@@ -156,7 +156,7 @@ class Emulation(Printed):
         self.machine, self.record_file = machine, record_file
 
     def on_state(self, state: PeerState) -> None:  # noqa: ARG002 - likewise
-        """Starts the clock of the round's first local step, in case it begins now."""
+        """Starts the clock of the round's first local step, in case that step begins now."""
         self.step_began_s = time.monotonic()
 
     def on_step(self, step: int, stats: StepStats) -> None:  # noqa: ARG002 - likewise
@@ -165,19 +165,19 @@ class Emulation(Printed):
         self.at("local_steps")
 
     def on_saving(self) -> None:
-        """See the table."""
+        """The trap `save` in the module's table."""
         self.at("save")
 
     def before_offer(self) -> None:
-        """See the table."""
+        """The trap `offer` in the module's table."""
         self.at("offer")
 
     def before_leave(self) -> None:
-        """See the table."""
+        """The trap `leave` in the module's table."""
         self.at("leave")
 
     def before_event(self, event: events.Event) -> None:
-        """Notes that this peer is a reducer, when the ROSTER comes."""
+        """Notes that this peer is a reducer once the ROSTER arrives."""
         message, machine = (
             event.message if isinstance(event, events.Received) else None,
             self.machine,
@@ -204,7 +204,7 @@ class Emulation(Printed):
             self.at("fetch")
 
     def _holds_back(self, effect: events.Send) -> bool:
-        """Whether a COMMIT waits until it is applied here, because a trap lies in between."""
+        """Whether a COMMIT is sent only after its manifest is applied: a trap lies in between."""
         message = effect.message
         if isinstance(message, Roster) and message.offers:
             self.at("roster")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from swarm.protocol.values.manifest import Manifest
 
 PACE_ROUNDS = 32
-"""The present pace is that of this number of last rounds."""
+"""The present pace is the mean over this number of the last rounds."""
 DEFAULT_ROUNDS = 1000
 
 

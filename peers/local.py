@@ -112,7 +112,7 @@ class Progress:
 
 
 def how_far(histories: Sequence[Sequence[Event]]) -> str:
-    """Progress between two rounds: of the first peer that reports any, and a count of others."""
+    """Progress within a round: that of the first peer that reports any, and a count of others."""
     for index, events in enumerate(histories):
         if events and events[-1]["event"] == "progress":
             more = f"; {len(histories) - 1} more peers" if len(histories) > 1 else ""
@@ -191,7 +191,7 @@ def main(
     from swarm.peer.text.run_start import founders_tokenizer, founders_weights  # loads torch, too
     from swarm.peer.text.run_text import corpus_of  # loads torch: not for --help
 
-    # A missing text or an unfit tokenizer or checkpoint ends it before it begins.
+    # A missing text, or an unfit tokenizer or checkpoint, ends the program before the swarm starts.
     corpus = options.peer_config().corpus
     corpus_of(run, corpus.folder, follow_links=corpus.follow_links)
     founders_tokenizer(run, options.tokenizer)

@@ -127,7 +127,7 @@ def _source(
     # The next look sees what this one misses, and lines on stderr would damage the view.
     if given.log_level is None:
         logging.getLogger().setLevel(logging.ERROR)
-    from swarm.network.blobs.blob_store import BlobStore  # with the next: not for --help
+    from swarm.network.blobs.blob_store import BlobStore  # imported here: not for --help
     from swarm.network.runs.observer import Observer  # loads hivemind and torch
     from swarm.peer.guest import START_S, Watch  # loads hivemind and torch
 
@@ -142,7 +142,7 @@ def _source(
 def _kept(history: Path | None, events: tuple[Path, ...]) -> History | None:
     if not history and not events:
         return None
-    from peers.actions.monitor_files import (  # as above: only on request
+    from peers.actions.monitor_files import (  # reads files: only on request
         Earlier,
         HistoryFile,
     )

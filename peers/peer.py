@@ -69,7 +69,7 @@ def in_effect(options: Options, kind: str) -> str:
         return as_toml(options.run_config())
     from swarm.peer.machine.state_directory import (
         StateDirectory,  # loads torch and hivemind
-        with_kept,  # with the next: not for --help
+        with_kept,  # imported here: not for --help
     )
 
     path = StateDirectory.unlocked(options.state_dir).settings_path

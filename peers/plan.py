@@ -164,7 +164,7 @@ def _under_caps(mbit: float, network: NetworkSection) -> float:
 
 
 def _print_machine(console: Console, run: RunConfig, planned: RunPlan) -> None:
-    """The run's need of a machine, and the engine."""
+    """Prints the run's needs of a machine, and the chosen engine."""
     console.print(table_of(run, planned.cost))
     console.print(engine_table(run, planned.machine, planned.engine, planned.experts_that_fit))
     console.print(losses_table(run, planned))
@@ -306,7 +306,7 @@ def engine_table(run: RunConfig, machine: Machine, plan: EnginePlan, most: int |
 
 
 def losses_table(run: RunConfig, planned: RunPlan) -> Table:
-    """The number of such machines that the run may lose."""
+    """The number of machines that a run on machines like this one may lose."""
     peers, most = run.run.peers, planned.experts_that_fit or 0
     title = f"{peers} such peers, each with room for {most} experts and owner of "
     title += f"{planned.owned_experts}"

@@ -61,7 +61,7 @@ def main(
     tasks a machine, each process is one worker.
     """  # noqa: D301 - click reads the backspace
     for name, value in PASSIVE.items():
-        os.environ.setdefault(name, value)  # before OpenMP comes with torch
+        os.environ.setdefault(name, value)  # before torch loads OpenMP
     import torch  # takes seconds: not for --help
 
     from swarm.train.workers.agent import Agent  # loads torch: not for --help
@@ -85,7 +85,7 @@ def main(
         launch.local,
         folder,
     )
-    with ending_as_ctrl_c():  # the workers first
+    with ending_as_ctrl_c():  # so that the workers are ended first
         agent.serve(once=once)
 
 

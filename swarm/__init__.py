@@ -1,7 +1,7 @@
 """Train one mixture-of-experts model together, on machines that share nothing but the internet.
 
-The names below are what a script or notebook needs; `swarm.api` says what each does. They are
-loaded when they are first used, so `import swarm` takes milliseconds and loads no torch.
+Scripts and notebooks need only the names below; `swarm.api` describes each of them. A name is
+loaded when it is first used, so `import swarm` takes milliseconds and loads no torch.
 """
 
 from __future__ import annotations

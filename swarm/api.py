@@ -1,8 +1,8 @@
-"""What a researcher needs, in one place: `import swarm` gives these names.
+"""The interface for researchers: `import swarm` gives these names.
 
 Files: `load_run`, `load_peer`, `load_export`, `load_state`. Training: `build_model`, `Peer` with a
 `PeerObserver`; `read_invitation` for a `Wanted`. Looking and planning: `look`, `plan_run`. Each
-`SwarmError` says what to do.
+`SwarmError` names the next action.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class State:
-    """What a peer's state directory says of a run.
+    """The state of a run in a peer's state directory.
 
     Attributes:
         run: the run's configuration.
@@ -71,7 +71,7 @@ class State:
 
 
 def load_run(file: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """What all peers of a run agree on, from a run file.
+    """The configuration on which all peers of a run agree, from a run file.
 
     Args:
         file: its path, or the name of one that comes with swarm, such as `demo`.
@@ -85,7 +85,7 @@ def load_run(file: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_peer(file: Path | str | None = None, overrides: Sequence[str] = ()) -> PeerConfig:
-    """What concerns one machine: device, memory, network, folder with text.
+    """The configuration of one machine: device, memory, network, folder with text.
 
     Args:
         file: its path, or the name of one that comes with swarm, such as `laptop`; None: only the
@@ -111,8 +111,8 @@ def build_model(run: RunConfig, weights: Mapping[str, Tensor] | None = None) -> 
         weights: by Hugging Face name, as `load_export` gives; None for those of the run's seed.
 
     Raises:
-        BadBlob: the weights are not those of this model: a tensor is missing, is not one of the
-            model, or has another shape.
+        BadBlob: the weights do not fit this model: a tensor is missing, is unknown to the model,
+            or has another shape.
     """
     if weights is None:
         weights = initial_tensors(run, all_shapes(run.model))
@@ -132,11 +132,11 @@ def load_export(folder: Path | str, run: RunConfig) -> Mapping[str, Tensor]:
 
     Returns:
         Every tensor of the run's model by Hugging Face name, for `build_model` and, in a run with
-        `run.initial = "given"`, for `Peer.found`. Each is read when it is asked for.
+        `run.initial = "given"`, for `Peer.found`. Each tensor is read on access.
 
     Raises:
         CorruptState: a file is missing or damaged.
-        ConfigError: the export is of another model; names what differs.
+        ConfigError: the export is of another model; the message names the differences.
     """
     return open_checkpoint(Path(folder), run)
 
@@ -150,7 +150,7 @@ def load_state(folder: Path | str, run_id: str | None = None) -> State:
 
     Raises:
         StateError: there is no run in the directory, or its peer is running.
-        CorruptState: what is there is damaged.
+        CorruptState: the state is damaged.
     """
     directory, model = open_state(Path(folder), run_id)
     try:

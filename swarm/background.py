@@ -1,13 +1,13 @@
 """Supervised background threads and tasks.
 
 An unexpected exception must not end such work silently. Work that lives as long as the process is
-a body: a function that returns once it is asked to stop. A body that raises is logged with its
-traceback, rests (`backoff_s`), and is called again. Work that may have changed half of something
-must not be called again: it is a task. Its failure goes to `on_failure`, which ends the peer with
-the cause.
+a body: a function that returns once it is asked to stop. If a body raises, the traceback is logged,
+and the body is called again after a pause (`backoff_s`). Work that may have changed half of
+something must not be called again: it is a task. Its failure goes to `on_failure`, which ends the
+peer with the cause.
 
-Time, waits and the start of threads come from a `System`; tasks use their loop's. A test, or a
-simulation in virtual time, passes its own.
+Time, waits and the start of threads come from a `System`; tasks use those of their event loop. A
+test, or a simulation in virtual time, passes a `System` of its own.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
-"""A body that worked this long since its last failure begins with the first pause again."""
+"""After a body has worked this long without failure, its next pause is the first one again."""
 
 END_S = 5.0
-"""How long the end of a pool waits for its threads: they may wait for a disk for ever."""
+"""How long the end of a pool waits for its threads, which may wait for a disk for ever."""
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -48,10 +48,10 @@ class Joinable(Protocol):
     """A thread that was started."""
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits for its end, at most so many seconds."""
+        """Waits for the thread's end, at most `timeout` seconds."""
 
     def is_alive(self) -> bool:
-        """Whether it has not ended yet."""
+        """Whether the thread has not ended yet."""
 
 
 class System:
@@ -69,7 +69,7 @@ class System:
         """Starts a daemon thread.
 
         Raises:
-            OutOfMemory: there is no memory for its stack.
+            OutOfMemory: there is no memory for the thread's stack.
         """
         thread = threading.Thread(target=run, name=name, daemon=True)
         try:
@@ -86,10 +86,10 @@ SYSTEM = System()
 
 
 class SupervisedThread:
-    """A daemon thread that calls a body until the body returns; see the module.
+    """A daemon thread that calls a body until the body returns; see the module's docstring.
 
     Attributes:
-        stopping: set once the thread is asked to end; the body looks at it.
+        stopping: set once the thread is asked to end; the body must check it.
     """
 
     def __init__(self, name: str, body: Body, system: System = SYSTEM) -> None:
@@ -97,8 +97,8 @@ class SupervisedThread:
 
         Args:
             name: of the thread, in the log too.
-            body: returns once `stopping` is set. If a stop comes while the thread rests after a
-                failure, the body runs once more, to finish.
+            body: returns once `stopping` is set. If that happens in the pause after a failure, the
+                body is called once more, to finish.
             system: of this process.
         """
         self.name, self.stopping = name, threading.Event()
@@ -109,20 +109,20 @@ class SupervisedThread:
         """Starts the thread.
 
         Raises:
-            OutOfMemory: there is no memory for it.
+            OutOfMemory: there is no memory for the thread.
         """
         assert self._thread is None, "a thread starts once"
         self._thread = self._system.start(self._run, self.name)
 
     @property
     def is_alive(self) -> bool:
-        """Whether it was started and has not ended."""
+        """Whether the thread was started and has not ended."""
         return self._thread is not None and self._thread.is_alive()
 
     def stop(self, timeout_s: float | None) -> bool:
         """Asks the thread to end; returns whether it did within `timeout_s` (None: no limit).
 
-        A thread that did not is logged and left alone: it ends with the process.
+        A thread that did not end is logged and left alone: it ends with the process.
         """
         self.stopping.set()
         if self._thread is None:
@@ -138,7 +138,7 @@ class SupervisedThread:
 
 
 class _Work:
-    """The queue and threads of a pool. Threads refer only to this, so they keep no pool alive."""
+    """The queue and threads of a pool. Threads refer to this alone, so they keep no pool alive."""
 
     def __init__(self, name: str, begin: Callable[[], object] | None) -> None:
         self.name, self.begin = name, begin
@@ -150,7 +150,7 @@ class _Work:
         """What each thread does now."""
 
     def end(self, *, cancels: bool = False) -> None:
-        """Takes no more work. Threads end after what is queued, or without it (`cancels`)."""
+        """Takes no more work. Threads first do the queued work, or drop it (`cancels`)."""
         with self.changed:
             self.is_ended = True
             dropped = list(self.queue) if cancels else []
@@ -161,7 +161,7 @@ class _Work:
             future.cancel()
 
     def start_one(self, system: System) -> None:
-        """Starts a thread; one that fails between two calls begins again."""
+        """Starts a thread; if it fails between two calls, its body begins again."""
         run = partial(supervised, f"a thread of {self.name}", self.run, threading.Event())
         self.threads.append(system.start(run, self.name))
 
@@ -182,22 +182,22 @@ class _Work:
                     self.idle -= 1
                 if not self.queue:
                     return
-                call = self.queue[0][1]  # it stays there until nothing can fail any more
+                call = self.queue[0][1]  # removed only once nothing can fail any more
                 self.running[me] = getattr(call.func, "__qualname__", str(call.func))
                 future, call = self.queue.popleft()
             _answer(future, call, failure)
-            del future, call  # nothing is held while the thread waits
+            del future, call  # a waiting thread must hold no references
             with self.changed:
                 del self.running[me]
 
     def has_ended(self, end_s: float) -> bool:
-        """Whether all threads have ended by a time of the monotonic clock; waits until then."""
+        """Waits for all threads until a time of the monotonic clock; returns whether they ended."""
         for thread in self.threads:
             thread.join(max(0.0, end_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self.threads)
 
     def hanging(self) -> str:
-        """What has not ended, for the log."""
+        """Names of the pool and of its running calls, for the log."""
         with self.changed:
             return f"{self.name} ({', '.join(sorted(self.running.values())) or 'starting'})"
 
@@ -206,8 +206,8 @@ class Helpers(ThreadPoolExecutor):
     """A pool of daemon threads whose end is bounded.
 
     A thread that waits for a disk may wait for ever. `ThreadPoolExecutor` would join it when the
-    pool is shut down, and once more when the process ends. This pool logs what hangs and leaves it
-    alone. When the process ends, queued work is done for at most `END_S`.
+    pool is shut down, and once more when the process ends. This pool logs calls that hang, and does
+    not wait for them. When the process ends, queued work is done for at most `END_S`.
     """
 
     def __init__(
@@ -225,11 +225,11 @@ class Helpers(ThreadPoolExecutor):
             name: of the threads, in the log too.
             number: of threads, at most.
             begin: called first by each thread.
-            are_started: whether all threads start now, not as they are needed.
+            are_started: whether all threads start now; otherwise each starts when it is needed.
             system: of this process.
 
         Raises:
-            OutOfMemory: a thread was to be started, and there is no memory for it.
+            OutOfMemory: `are_started` is set, and there is no memory for a thread.
         """
         super().__init__(number, name)  # starts no thread: its `submit` is never called
         self._number, self._system = number, system
@@ -263,19 +263,19 @@ class Helpers(ThreadPoolExecutor):
         try:
             shared.start_one(self._system)
         except OutOfMemory:
-            if not shared.threads:  # those that are there do the work
+            if not shared.threads:  # otherwise the existing threads do the work
                 raise
 
     def end(self, timeout_s: float = END_S, *, cancels: bool = True) -> bool:
-        """Waits so long for running work; returns whether it has ended, and logs what has not.
+        """Waits at most `timeout_s` for running work; logs calls that have not ended then.
 
-        With `cancels`, queued work is dropped. Otherwise it is done first.
+        Returns whether all have ended. With `cancels`, queued work is dropped, or else done first.
         """
         self._shared.end(cancels=cancels)
         return _all_ended([self._shared], timeout_s)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Takes no work any more; see `end`, which is bounded."""
+        """Takes no more work; prefer `end`, whose wait is bounded."""
         self._shared.end(cancels=cancel_futures)
         for thread in self._shared.threads if wait else ():
             thread.join()
@@ -318,11 +318,11 @@ def _all_ended(pools: Iterable[_Work], timeout_s: float) -> bool:
 class Tasks:
     """Tasks of one owner in a loop: kept alive until they are done, and ended together.
 
-    `len` is how many run. Only the loop's thread may call this.
+    `len` is the number of running tasks. Only the loop's thread may call the methods.
     """
 
     def __init__(self, owner: str, on_failure: OnFailure | None = None) -> None:
-        """Starts with none; a failed task is logged with `owner`, then `on_failure` is called."""
+        """Has no tasks yet. A failed task is logged with `owner`, then `on_failure` is called."""
         self._owner = owner
         self._on_failure = on_failure
         self._running: set[asyncio.Task[Any]] = set()
@@ -331,18 +331,18 @@ class Tasks:
         return len(self._running)
 
     def add(self, task: asyncio.Task[Any]) -> None:
-        """Ends this task with the others. Its failure reaches those that wait for it."""
+        """Ends this task with the others. A failure reaches only those that await the task."""
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs work that has an end; nobody awaits it, so a failure is logged and reported."""
+        """Runs work that ends by itself; nobody awaits it, so a failure is logged and reported."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self.add(task)
         task.add_done_callback(self._failed)
 
     def supervise(self, body: AsyncBody) -> None:
-        """Runs work that lives as long as its owner: after a failure it rests and begins again."""
+        """Runs a body for as long as its owner lives: after a failure it is called again."""
         self.spawn(supervised_async(f"a task of {self._owner}", body))
 
     async def stop(self) -> None:
@@ -375,13 +375,13 @@ def supervised(
     ends: tuple[type[BaseException], ...] = (),
     system: System = SYSTEM,
 ) -> None:
-    """Calls a body in this thread until it returns; see the module.
+    """Calls a body in this thread until it returns; see the module's docstring.
 
     Args:
         who: is named in the log when the body fails.
         body: returns once `stopping` is set.
-        stopping: ends a rest; the body is then called once more, to finish.
-        ends: expected exceptions, which say why the work is over: they are raised.
+        stopping: ends the pause after a failure; the body is then called once more, to finish.
+        ends: expected exceptions that end the work: they are raised.
         system: of this process.
     """
     failures = 0
@@ -402,7 +402,7 @@ def supervised(
 
 
 async def supervised_async(who: str, body: AsyncBody) -> None:
-    """Awaits a body in this task until it returns. Only a cancellation ends it earlier.
+    """Awaits a body in this task until it returns. Only a cancellation ends the work earlier.
 
     Args:
         who: is named in the log when the body fails.
@@ -426,9 +426,9 @@ async def supervised_async(who: str, body: AsyncBody) -> None:
 
 
 def is_cancelled() -> bool:
-    """Whether somebody has cancelled the current task.
+    """Whether the current task itself was cancelled.
 
-    Otherwise a `CancelledError` comes from something that the task awaits, and is a failure.
+    If it was not, a `CancelledError` comes from something that the task awaits, and is a failure.
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
@@ -444,5 +444,5 @@ def _pause_s(failures: int) -> float:
 
 
 def _log_rest(who: str, error: BaseException, pause_s: float) -> None:
-    with suppress(MemoryError):  # none may be left for the line either
+    with suppress(MemoryError):  # there may be no memory left for the log line either
         logger.error("%s failed; it begins again in %g s", who, pause_s, exc_info=error)

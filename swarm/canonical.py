@@ -13,10 +13,10 @@ def canonical(
     """Canonical JSON: sorted keys, no blanks, finite numbers; ValueError for other values.
 
     Args:
-        value: of JSON's types, or of types that `plain` turns into such.
-        plain: turns a value of another type into one of JSON's.
-        ascii_only: escapes all other characters. Without it they are UTF-8, and a question mark
-            stands for what UTF-8 cannot have.
+        value: of JSON's types, or of types that `plain` converts.
+        plain: converts a value of another type into one of JSON's types.
+        ascii_only: escapes all characters beyond ASCII. Otherwise they are UTF-8, and a question
+            mark replaces what UTF-8 cannot encode.
     """
     return json.dumps(
         value,

@@ -1,7 +1,7 @@
-"""Files that are replaced as a whole or get whole lines, and that a power cut does not take back.
+"""Files that are replaced as a whole, or get whole lines, and survive a power cut.
 
-POSIX promises neither by itself. A file written in place may be seen half written. A name is on
-disk only once its folder was synced, and the folder's own name only once its parent was.
+POSIX promises neither by itself. A file that is written in place may be read half written. A name
+is on disk only once its folder was synced, and the folder's own name only once its parent was.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def beside(path: Path) -> Path:
-    """Where the next content of a file is written, in the same folder."""
+    """The path at which the next content of a file is written, in the same folder."""
     return path.with_name(f"{path.name}.new")
 
 
@@ -28,10 +28,10 @@ def write_file(
         previous: a name under which the old content is kept.
 
     Raises:
-        OSError: the disk refused; the old content is there.
+        OSError: the disk could not be written; the old content is still there.
     """
     new = beside(path)
-    new.unlink(missing_ok=True)  # one left over from a kill may have other permissions
+    new.unlink(missing_ok=True)  # a file left over from a kill may have other permissions
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)
         file.flush()
@@ -45,10 +45,10 @@ def put_in_place(path: Path, *, previous: Path | None = None) -> None:
     The old content is kept under the name `previous`, if one is given.
 
     Raises:
-        OSError: the disk refused; the old content is there.
+        OSError: the disk could not be written; the old content is still there.
     """
     if previous is not None and path.exists():
-        # Links, not renames: `path` and `previous` have a file at every moment.
+        # A link and not a rename: `path` and `previous` then exist at every moment.
         linked = previous.with_name(f"{previous.name}.link")
         linked.unlink(missing_ok=True)
         os.link(path, linked)
@@ -58,7 +58,7 @@ def put_in_place(path: Path, *, previous: Path | None = None) -> None:
 
 
 def older(path: Path) -> Path:
-    """Where the earlier lines of a file are, once it became too large."""
+    """The path of a file's earlier lines, once the file has become too large."""
     return path.with_name(f"{path.name}.old")
 
 
@@ -78,14 +78,14 @@ def read_lines(path: Path) -> list[bytes]:
 def append_lines(
     path: Path, lines: bytes, *, sync: bool = False, most_bytes: int | None = None
 ) -> bool:
-    """Adds whole lines to a file, which is made if missing; a line that a crash tore is ended.
+    """Adds whole lines to a file, which is made if missing; first ends a line that a crash tore.
 
     Args:
         path: the file.
-        lines: each with its end.
-        sync: makes them durable.
-        most_bytes: a file of this size is renamed to the `older` one, which it replaces. So both
-            together have at most about twice as many bytes. None: no bound.
+        lines: each with a line end.
+        sync: makes the lines durable.
+        most_bytes: a file of this size is renamed to its `older` path, and replaces the file there.
+            So both together have at most about twice this size. None: no bound.
 
     Returns:
         Whether the next line begins a new file.
@@ -107,7 +107,7 @@ def append_lines(
 
 
 def _ends_a_line(descriptor: int, size: int) -> bool:
-    """Whether a new line may begin here. False if unreadable: an empty line does no harm."""
+    """Whether a new line may begin here. False if that is unreadable: an empty line is harmless."""
     try:
         return not size or os.pread(descriptor, 1, size - 1) == b"\n"
     except OSError:
@@ -115,7 +115,7 @@ def _ends_a_line(descriptor: int, size: int) -> bool:
 
 
 def make_folder(folder: Path, *, mode: int = 0o777) -> None:
-    """Makes a folder, and those above it that are missing, durably; raises OSError."""
+    """Makes a folder, and the missing folders above it, durably; raises OSError."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -124,7 +124,7 @@ def make_folder(folder: Path, *, mode: int = 0o777) -> None:
 
 
 def bytes_on_disk(folder: Path) -> int:
-    """Bytes that removing a folder frees, as the disk counts: files have holes, or two names.
+    """Bytes that removing a folder frees, in disk blocks: files may have holes, or two names.
 
     Files that vanish meanwhile do not count.
     """
@@ -138,7 +138,7 @@ def bytes_on_disk(folder: Path) -> int:
 
 
 def sync_file(path: Path) -> None:
-    """Makes a file durable that others have written; raises OSError."""
+    """Makes durable a file that other code has written; raises OSError."""
     _sync(path, os.O_RDONLY)
 
 

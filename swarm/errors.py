@@ -1,4 +1,4 @@
-"""What can go wrong, as one tree. Every error knows its exit code and the next action.
+"""All errors, as one tree. Every error has an exit code, and may name the next action.
 
 SwarmError (1)
 ├── ConfigError (2)            a setting is wrong; names file, key, value and what is allowed
@@ -36,16 +36,16 @@ import re
 from collections.abc import Sequence
 
 MAX_MESSAGE = 2000
-"""Characters of a message; a hint is bounded likewise."""
+"""Limit of a message in characters; also that of a hint."""
 _LONG_WORD = re.compile(r"\S{401,}")
 _KEPT = 120
-"""Characters of a long word that are shown at its beginning, and at its end."""
+"""Number of characters that are shown of the beginning of a long word, and of its end."""
 
 
 def shortened(text: str) -> str:
-    """A message that quotes what somebody gave, cut to a length that a person reads.
+    """A message, which may quote long input, cut to a length that a person reads.
 
-    The middle is left out of a word of more than 400 characters, and of a text of more than 2,000.
+    A word of more than 400 characters loses its middle, and so does a text of more than 2,000.
     """
     text = _LONG_WORD.sub(lambda word: _without_middle(word[0], _KEPT, _KEPT), text)
     if len(text) <= MAX_MESSAGE:
@@ -90,7 +90,7 @@ class NobodyReachable(SwarmError):
 
 
 class Unreachable(NobodyReachable):
-    """One peer did not answer, or answered with an error; another one, or a later try, may help."""
+    """One peer did not answer, or answered with an error; try another peer, or this one later."""
 
 
 class Refused(Unreachable):
@@ -98,7 +98,7 @@ class Refused(Unreachable):
 
 
 class NoRoute(Unreachable):
-    """This peer cannot be dialled from here; a third one may reach it."""
+    """This peer cannot be dialled from here; a third peer may reach it."""
 
 
 class DataError(SwarmError):
@@ -112,7 +112,7 @@ class TextMismatch(DataError):
 
 
 class TokenizerError(DataError):
-    """A tokenizer's file is damaged, not one that a run can have, or cannot be run here."""
+    """A tokenizer's file is damaged, unfit for a run, or cannot be run here."""
 
 
 class TrainingDiverged(SwarmError):
@@ -203,7 +203,7 @@ class OutOfMemory(SwarmError):
 
 
 class DoesNotFit(SwarmError):
-    """A planned run needs more than the machine has; the message says of what, and what helps."""
+    """A planned run needs more than the machine has; the message names resources and remedies."""
 
     exit_code = 12
 
@@ -221,9 +221,9 @@ class InvitationError(SwarmError):
 
 
 class DataQuotaSpent(SwarmError):
-    """The bytes that this machine may move in a month are used up, or too few for what is next.
+    """The bytes that this machine may move in a month are used up, or too few for the next step.
 
-    A running peer left in order.
+    A running peer has then left in order.
     """
 
     exit_code = 14
@@ -240,19 +240,19 @@ _MEMORY_WORDS = (
     "can't allocate memory",
     "not enough memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUBLAS_STATUS_NOT_INITIALIZED",  # of a handle that is made where memory is nearly full
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # raised when a handle is made and memory is nearly full
 )
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether memory was short; torch has no type of its own for this on CPUs and in cuBLAS."""
+    """Whether memory was short; torch has no error type for this on CPUs and in cuBLAS."""
     if isinstance(error, RuntimeError):
         return any(words in str(error) for words in _MEMORY_WORDS)
     return isinstance(error, MemoryError)
 
 
 def no_access(error: BaseException) -> StateError | None:
-    """The typed error for a file that is not this user's; None where it is something else."""
+    """The typed error for a file that belongs to another user; None for any other error."""
     if isinstance(error, PermissionError) and error.filename:
         hint = "run it as the user that owns it"
         return StateError(f"{error.filename}: {error.strerror}", hint=hint)

@@ -1,7 +1,7 @@
-"""What things are called: the only place that builds or parses tensor names. No tensors here.
+"""Names of tensors and units: the only place that builds or parses them. No tensors here.
 
 A tensor's Hugging Face name is its name in memory, on the wire and in state directories. Files of
-Transformers may name and group tensors otherwise: `LAYOUTS` lists the ways.
+Transformers may name and group tensors differently, as `LAYOUTS` lists.
 "Expert e" means index e in every layer. A *unit* is what a manifest lists: one expert
 (`expert.3`) or one part of the shared tensors (`shared.0`).
 """
@@ -32,7 +32,7 @@ ELEMENT_BYTES: Mapping[Codec, int] = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True)
 class Slice:
-    """A run of elements of a flattened (row-major) tensor: [start, stop)."""
+    """Consecutive elements of a flattened (row-major) tensor: [start, stop)."""
 
     name: str
     start: int
@@ -41,11 +41,12 @@ class Slice:
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """What the bytes of a unit's blob are: these slices one after the other, no header.
+    """The layout of a unit's blob: these slices one after the other, without header.
 
     Attributes:
-        num_bytes: of the blob.
-        coding: how the unit's value is moved in a round; "none": it is replaced.
+        num_bytes: size of the blob.
+        coding: coding of the delta that changes the unit's value in a round; "none": a round sends
+            the new value itself.
     """
 
     unit: str
@@ -58,12 +59,12 @@ class UnitLayout:
 
 @dataclass(frozen=True)
 class Stored:
-    """Where the files of a checkpoint have a tensor of the model.
+    """The place of a tensor of the model in the files of a checkpoint.
 
     Attributes:
         name: of the tensor in the files.
         shape: of the tensor in the files.
-        part: the index of the model's tensor in that tensor; empty: the whole.
+        part: the index of the model's tensor in the tensor of the files; empty for all of it.
     """
 
     name: str
@@ -76,17 +77,17 @@ class ExpertLayout:
     """How the files of a checkpoint name and group routers and experts.
 
     Attributes:
-        block: the name of the part of a layer that has both.
-        matrices: projection -> its name in the block. A name without {expert} is a tensor
-            [E, rows, columns] of all experts. Projections that share such a name have their rows
-            in that tensor, in this order.
+        block: the name of the block of a layer that contains its router and experts.
+        matrices: projection -> its name in the block. A name without {expert} is that of one
+            tensor [E, rows, columns] for all E experts. Projections that share such a name follow
+            each other in the rows of that tensor, in this order.
     """
 
     block: str
     matrices: Mapping[str, str]
 
     def name(self, name: str) -> str:
-        """The name in the files of the tensor that has, or contains, a tensor of the model."""
+        """The name in the files of the tensor that is, or contains, a tensor of the model."""
         place = place_of(name)
         if place is None:
             return name.replace(".mlp.", f".{self.block}.")
@@ -95,7 +96,7 @@ class ExpertLayout:
         return f"model.layers.{layer}.{self.block}.{matrix}"
 
     def stored(self, name: str, shape: Shape, num_experts: int) -> Stored:
-        """Where the files have a tensor of the model that has this name and shape."""
+        """The place in the files of the model's tensor with this name and shape."""
         place = place_of(name)
         if place is None or "{expert}" in (matrix := self.matrices[place[2]]):
             return Stored(self.name(name), shape)
@@ -133,7 +134,7 @@ Source: Transformers 5.23 `conversion_mapping.py`, "qwen2_moe" and "mixtral".
 
 
 def travels_exactly(name: str) -> bool:
-    """Whether a shared tensor is a norm or a router: small and sensitive, so in fp32, uncoded."""
+    """Whether a shared tensor is a norm or a router: small and sensitive, so fp32 and uncoded."""
     return name.endswith("norm.weight") or ".mlp.gate." in name
 
 
@@ -148,7 +149,7 @@ def owned_stack(layer: int, projection: str) -> str:
 
 
 def stacked_tensors(name: str, owned: Sequence[int]) -> tuple[str, ...]:
-    """The tensors behind the rows of a parameter if it is an owned stack, else nothing."""
+    """The tensors that a parameter stacks if it is an owned stack, else nothing."""
     match = _STACK.match(name)
     if match is None:
         return ()
@@ -174,7 +175,7 @@ def place_of(name: str) -> tuple[int, int, str] | None:
 
 
 def is_matrix(name: str) -> bool:
-    """Whether a tensor's only use is a product: a matrix of attention or of experts, also stacked.
+    """Whether a tensor's only use is a matrix product: attention or experts, also as a stack.
 
     Norms, routers and the head compute in fp32. The head's gradient is added up over slices.
     """
@@ -183,7 +184,7 @@ def is_matrix(name: str) -> bool:
 
 
 def moments_of(name: str, optimizer: Optimizer) -> tuple[str, ...]:
-    """The moments that an optimizer has of a trained tensor, as private states name them."""
+    """The moments that an optimizer keeps for a tensor, by their names in private states."""
     return MUON_MOMENTS if optimizer == "muon" and is_matrix(name) else ADAMW_MOMENTS
 
 
@@ -206,7 +207,7 @@ def exported(name: str) -> bool:
 
 
 def stored_name(name: str, model: ModelConfig) -> str:
-    """The name that a tensor has in the files of an export; Mixtral has names of its own."""
+    """The name that a tensor has in the files of an export; Mixtral's names differ."""
     return (MIXTRAL if model.qk_norm == "none" else PER_EXPERT).name(name)
 
 
@@ -252,17 +253,17 @@ def all_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 
 def unknown(name: str) -> str:
-    """Says that the model does not have a tensor."""
+    """A sentence that says that the model does not have a tensor."""
     return f"{name} is not in our model"
 
 
 def misfit(name: str, found: Shape | None, expected: Shape | None) -> str | None:
-    """Says how a tensor does not fit the model; None if it fits.
+    """A sentence that says why a tensor does not fit the model; None if it fits.
 
     Args:
-        name: of the tensor, wherever it comes from.
-        found: its shape; None: it is missing.
-        expected: the shape in the model; None: the model does not have it.
+        name: of the tensor.
+        found: the tensor's shape; None if it is missing.
+        expected: the shape in the model; None if the model does not have this tensor.
     """
     if expected is None:
         return unknown(name)
@@ -272,7 +273,7 @@ def misfit(name: str, found: Shape | None, expected: Shape | None) -> str | None
 
 
 def lacking(model: ModelConfig, names: Collection[str]) -> str | None:
-    """Names the first tensor of the model that is missing; None if none is."""
+    """A sentence that names the first missing tensor of the model; None if none is missing."""
     missing = {name: shape for name, shape in all_shapes(model).items() if name not in names}
     if not missing:
         return None

@@ -1,7 +1,7 @@
 """Progress of long work: a log line every 15 s for people, and every change for a progress bar.
 
-Each change is a record of the logger `swarm.progress` that carries a `Progress`. One in 15 s is at
-the level INFO, the others are at DEBUG. `peers/command_line/command.py` draws them as a bar.
+Each change is a record of the logger `swarm.progress` that carries a `Progress`. One record in 15 s
+has the level INFO, the others have DEBUG. `peers/command_line/command.py` draws them as a bar.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Progress:
         unit: what is counted, in the singular, such as "step".
         done: how many are done.
         total: how many there will be.
-        left_s: seconds until the end, as expected; None: not known.
+        left_s: expected seconds until the end; None if not known.
         details: further figures.
     """
 
@@ -46,7 +46,7 @@ class Progress:
 
 
 class Reporter:
-    """Says how far one piece of work is."""
+    """Logs the progress of one piece of work."""
 
     def __init__(self, what: str, unit: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.what, self.unit = what, unit
@@ -56,7 +56,7 @@ class Reporter:
     def at(
         self, done: int, total: int, details: str = "", left_s: float | None = None
     ) -> Progress | None:
-        """So many are done; returns what was said, if a line was due.
+        """Records that `done` of `total` are done; returns the progress if a line was due.
 
         `left_s` are seconds until the end; by default they follow from the pace so far.
         """

@@ -22,7 +22,7 @@ def named_pages(text: str) -> list[Path]:
 
 
 def find_file(given: Path, kind: Kind) -> Path:
-    """The file that a person means: the one at this path, else the one of this name.
+    """The file that a person means: the file at this path, or else the file with this name.
 
     Args:
         given: a path, or a name without folder and ending such as `demo`.
@@ -45,7 +45,8 @@ def read_text(path: Path, kind: Kind | None = None) -> str:
         kind: of the file, if it may be given by its name; the error then lists the names.
 
     Raises:
-        ConfigError: it cannot be read; names it and a file there with a similar name.
+        ConfigError: the file cannot be read; the message names it, and a file there with a similar
+            name.
     """
     try:
         return path.expanduser().read_text(encoding="utf-8")

@@ -1,1 +1,1 @@
-"""What programs do once their options are read; loads torch and hivemind."""
+"""The work of the programs after their options are read; loads torch and hivemind."""

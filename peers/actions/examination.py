@@ -1,4 +1,4 @@
-"""What swarm-doctor looks at: this machine, the given options, and the peers that it asks."""
+"""The measurements of swarm-doctor: this machine, the given options, and answers of peers."""
 
 from __future__ import annotations
 
@@ -64,19 +64,19 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Asked:
-    """What a person asked about, and what the state directory says of it.
+    """A person's request, with the facts about it in the state directory.
 
     Attributes:
         wanted: which run is meant.
-        trust: what is believed of it; None: what follows from its first manifest.
-        invitation: with which this peer would come, as it was given now.
-        state: what is on disk.
-        others: peers of earlier starts.
-        port: that was used first.
-        peer_id: this peer's own; "" if it has none yet.
-        here: the run on disk that it would resume, unless it is led elsewhere.
+        trust: the manifest to trust as the run's starting point; None for its first one.
+        invitation: text of the invitation that was given now, if any.
+        state: the state directory.
+        others: peers known from earlier starts.
+        port: the port that was used at the first start.
+        peer_id: id of this peer; "" if it has none yet.
+        here: the run on disk that this peer would resume, unless given addresses lead elsewhere.
         is_led: whether addresses were given.
-        founds: whether `wanted` is founded, whatever other runs are there.
+        founds: whether `wanted` is founded, whatever other runs are at the addresses.
     """
 
     wanted: Wanted
@@ -94,7 +94,7 @@ class Asked:
     def of(
         cls, given: Options, network: NetworkSection, wanted: Wanted, state: StateDirectory
     ) -> Asked:
-        """As the options, and those of earlier starts, say."""
+        """The request in the options of this start and of earlier ones."""
         begun = unless_refused(partial(run_on_disk, wanted, state), None)
         is_led = bool(network.initial_peers)
         return cls(
@@ -112,15 +112,15 @@ class Asked:
 
     @property
     def resumed(self) -> str | None:
-        """The run on disk that is resumed, whatever run others are in; None if there is none."""
+        """The run on disk that is resumed whatever run others are in; None if there is none."""
         says_which = self.wanted.run or self.wanted.run_id or not self.is_led
         return self.here if says_which else None
 
     def credential_to(self, me: PeerId, run_id: str, run: RunConfig) -> Credential | None:
-        """With which this peer would ask to be let in: given now, or before where it must be.
+        """The credential with which this peer would join: given now, or saved if the run needs one.
 
         Raises:
-            InvitationError: what was given is none, or is for another peer.
+            InvitationError: the given text is no invitation, or is for another peer.
         """
         private = read_invitation(self.invitation) if self.invitation else None
         if private:
@@ -134,9 +134,9 @@ class Entry:
     """How a peer would come into a run, as far as can be known before it starts.
 
     Attributes:
-        run: that it would be in; None: not known.
-        directory: what is on disk of it, if anything may be.
-        founds: whether this peer would found it.
+        run: the run that it would be in; None if that is not known.
+        directory: that run's files on this disk, if there may be any.
+        founds: whether this peer would found the run.
     """
 
     run: RunConfig | None = None
@@ -145,12 +145,12 @@ class Entry:
 
 
 def entry_of(asked: Asked, run: RunConfig | None, run_id: str | None, *, is_silent: bool) -> Entry:
-    """How a peer would come into its run, by what is on disk and what others say.
+    """How a peer would come into its run, by its state directory and by the answers of others.
 
     Args:
-        asked: by the person.
-        run: that is announced, if it is the one that is meant.
-        run_id: its id; None: it gathers peers.
+        asked: the person's request.
+        run: the announced run, if it is the one that is meant.
+        run_id: that run's id; None while it gathers peers.
         is_silent: whether nobody could be asked, although addresses are known.
     """
     wanted, here, directory_of = asked.wanted, asked.here, asked.state.run
@@ -168,7 +168,7 @@ def wanted_of(given: Options) -> Wanted:
     """Which run the options mean.
 
     Raises:
-        ConfigError: one of them, or the run file, is wrong.
+        ConfigError: an option or the run file is wrong.
     """
     run = given.run_config() if given.run else None
     return Wanted(
@@ -190,7 +190,7 @@ def own_id(network: NetworkSection, state: StateDirectory) -> str:
 
 
 def unless_refused(what: Callable[[], Result], instead: Result) -> Result:
-    """What the disk says, or this where it cannot be read; a check or the directory says why."""
+    """The result of a call that reads the disk, or `instead` on errors, which checks report."""
     try:
         return what()
     except (errors.SwarmError, OSError):
@@ -200,12 +200,12 @@ def unless_refused(what: Callable[[], Result], instead: Result) -> Result:
 def refusals(
     given: Options, config: PeerConfig, state: StateDirectory, wanted: Wanted, entry: Entry
 ) -> tuple[str, ...]:
-    """Why a peer would not begin, a sentence each.
+    """The reasons why a peer would refuse to start, a sentence each.
 
     Args:
         given: the options.
-        config: what they, and those of earlier starts, say of this machine.
-        state: what is on disk.
+        config: of this machine, by the options of this start and of earlier ones.
+        state: the state directory.
         wanted: which run is meant.
         entry: how the peer would come into it.
     """
@@ -234,7 +234,7 @@ def refusals(
 
 
 def _require_way_in(wanted: Wanted, addresses: Collection[str], state: StateDirectory) -> None:
-    if wanted.run_id or state.run_ids:  # else a machine is looked at for whatever run there may be
+    if wanted.run_id or state.run_ids:  # otherwise swarm-doctor examines a machine for any run
         require_way_in(wanted, addresses, state)
 
 
@@ -260,7 +260,7 @@ FIND_S = 8.0
 SETTLE_S = 3.0
 SETTINGS = Path("/proc/sys/net/ipv4")
 ASKED = 6
-"""Peers that are asked what they see."""
+"""Number of peers that are asked about their view of this machine."""
 
 
 def examine(given: Options) -> Examined:
@@ -276,7 +276,7 @@ def examine(given: Options) -> Examined:
     config = with_kept(given.peer_config(), state.settings_path)
     wanted, local, around = wanted_of(given), _local(state.path), Around()
     asked, network = Asked.of(given, config.network, wanted, state), config.network
-    if local.state_in_use:  # the peer that runs has its ports
+    if local.state_in_use:  # the running peer occupies the ports
         free = tuple(f"{text.rpartition('/')[0]}/0" for text in network.host_maddrs)
         network = network.model_copy(update={"host_maddrs": free, "direct_port": 0})
     if network.initial_peers or asked.others:
@@ -325,7 +325,7 @@ def _local(path: Path) -> Local:
 
 
 def _setting(name: str) -> str | None:
-    """What the kernel says of IPv4, which counts for IPv6 too; None on other systems."""
+    """A kernel setting of IPv4, which applies to IPv6 too; None if the system has none."""
     try:
         return (SETTINGS / name).read_text().strip()
     except OSError:
@@ -333,7 +333,7 @@ def _setting(name: str) -> str | None:
 
 
 def _needs(run: RunConfig, around: Around, config: PeerConfig, folder: Path) -> Needs:
-    """What the run asks of this machine, as one peer more in it."""
+    """The needs of the run, if this machine joins as one more peer."""
     others = around.capacities or (1.0,) * (run.run.peers - 1)
     owned = share_of(run, config.peer.capacity, others)
     _, plan = plan_here(run, owned, config.compute, folder)
@@ -350,7 +350,7 @@ def _needs(run: RunConfig, around: Around, config: PeerConfig, folder: Path) -> 
 
 
 def share_of(run: RunConfig, capacity: float, others: Sequence[float]) -> int:
-    """Experts that a peer of this capacity comes to own among others with theirs, rounded up.
+    """The number of experts that a peer of this capacity comes to own, rounded up.
 
     Policy: expert ownership.
 
@@ -373,13 +373,14 @@ class Around:
     """Findings about the network around this machine.
 
     Attributes:
-        fault: why nothing could be found out.
-        addresses: that this machine listens on.
-        sights: what peers saw.
+        fault: why the network could not be examined.
+        addresses: addresses on which this machine listens.
+        sights: views of the peers that answered.
         rates: down and up.
-        run: that is announced here; with its id, the capacities of its other members, what the
-            rates mean for it, and why it would not take this peer in.
-        door_port: where blobs would be taken; 0: nowhere, or at a free port.
+        run: the announced run; `run_id` is its id, and `capacities` are those of its other members.
+        link: judges the rates for that run.
+        refused: why that run would not admit this peer, or why this peer would not start.
+        door_port: the port for blobs; 0: none, or any free port.
         door_taken: why this peer cannot listen on that port.
     """
 
@@ -430,7 +431,7 @@ async def _ask_others(node: Node, network: NetworkSection, asked: Asked) -> Arou
     except (
         errors.NobodyReachable,
         errors.RunMismatch,
-    ) as error:  # its neighbours can still say what they see
+    ) as error:  # neighbors can still report their view of this machine
         if isinstance(error, errors.RunMismatch) and not (asked.founds or asked.resumed):
             raise
         logger.info("the run was not looked at: %s", error)
@@ -442,7 +443,7 @@ async def _ask_others(node: Node, network: NetworkSection, asked: Asked) -> Arou
             sights = await _sights(node, peers, door)
     except OSError as error:
         why = f"port {door}: {connection_fault(error)}"
-        if network.direct_port:  # a peer insists on a port that was named
+        if network.direct_port:  # a peer refuses to start without a port that was named
             found, door = replace(found, refused=(*found.refused, f"--direct-port: {why}")), 0
         else:
             found = replace(found, door_taken=why)
@@ -482,7 +483,7 @@ async def _sight(node: Node, peer: str, door: int) -> Sight | None:
 async def _look_at_run(
     node: Node, found: Around, asked: Asked
 ) -> tuple[Around, dict[str, PeerRecord]]:
-    """Finds the run that is announced here, its effect on this link, and its peers."""
+    """Finds the announced run, judges this link for it, and returns the run's present peers."""
     wanted, resumed = asked.wanted, asked.resumed
     fingerprint = wanted.run.fingerprint() if wanted.run and not asked.founds else None
     store = BlobStore(None)
@@ -498,7 +499,7 @@ async def _look_at_run(
         return found, {}
     run, record = opened.run, opened.announced.record
     present = dict(await present_peers(node, record.run))
-    present.pop(asked.peer_id, None)  # this peer may be running: others tell more
+    present.pop(asked.peer_id, None)  # this peer may be running, and is not to measure itself
     rates = await measured_rates(node, present)
     found = replace(found, rates=rates)
     if asked.founds:
@@ -511,7 +512,7 @@ async def _look_at_run(
     me = asked.peer_id or node.peer_id
     try:
         tip = (await newest_tip(node, downloads, record, peers, asked.trust)).record.tip
-        if record.run != asked.here:  # else this peer returns to its own run
+        if record.run != asked.here:  # otherwise this peer returns to its own run
             require_admission(record.run, run, tip, me, asked.credential_to(me, record.run, run))
     except errors.InvitationError as error:
         return replace(found, refused=(str(error),)), present

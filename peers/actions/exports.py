@@ -63,20 +63,20 @@ def add_task(folder: Path, facts: ExportFacts) -> None:
 
 
 def say_command(folder: Path, facts: ExportFacts) -> None:
-    """Says how lm-evaluation-harness measures the held-out text, where an export has it."""
+    """Prints the command that evaluates an export's held-out text, if the export has one."""
     if (folder_of_task(folder) / TASK_FILE).exists():
         click.echo(command(folder, facts.model.run.data.sequence_length))
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Measures exports, says the scores, keeps them in a file, and publishes them if asked to.
+    """Measures exports, prints the scores, saves them in a file, and publishes them on request.
 
     Attributes:
-        scores: the file.
-        tasks: of lm-evaluation-harness, with their shots.
-        signer: whose scores they are; None publishes under a key that is forgotten.
-        publish: whether the run's monitors receive them.
+        scores: the file of scores.
+        tasks: tasks of lm-evaluation-harness, with their numbers of shots.
+        signer: signs published scores; None signs with a new key that is not stored.
+        publish: whether scores are published to the run's monitors.
     """
 
     scores: Path
@@ -93,7 +93,7 @@ class Evaluator:
             observer: through which scores are published.
 
         Raises:
-            SwarmError: it could not be measured, or the scores could not be published.
+            SwarmError: the export could not be measured, or scores could not be published.
             OSError: the file of scores cannot be written.
         """
         model, began_s = facts.model, time.monotonic()
@@ -122,7 +122,7 @@ class Evaluator:
             self._keep(facts, measured, told, observer)
 
     def try_to_evaluate(self, folder: Path, facts: ExportFacts, observer: Observer) -> None:
-        """The same where more exports follow: errors are reported, not raised."""
+        """Calls `evaluate`, but reports errors instead of raising them: more exports follow."""
         try:
             self.evaluate(folder, facts, observer)
         except (SwarmError, OSError) as error:
@@ -157,9 +157,9 @@ class Evaluator:
 def evaluator_of(
     given: Options, scores: Path, tasks: str | None, *, is_wanted: bool, publish: bool
 ) -> Evaluator | None:
-    """What a person asked to be measured; None for nothing.
+    """The evaluator that a person asked for; None if nothing is to be measured.
 
-    Scores are signed by the key that was named, else by that of the peer in the state directory.
+    Scores are signed with the key that was named, or else with the key in the state directory.
 
     Raises:
         ConfigError: options contradict each other, or the harness lacks a task.
@@ -185,9 +185,10 @@ def evaluator_of(
 
 START_S = 30.0
 ENDS_FOLLOWING = (SwarmError, OSError, KeyboardInterrupt, SystemExit)
-"""After any other error, such as a brief lack of memory, the following of a run continues."""
+"""These end the export of a run's rounds. After other errors, such as a brief lack of memory, it
+continues."""
 FETCHING = ".fetching"
-"""Folder in an export with the values that it is made of, until it is whole."""
+"""Folder for fetched values within the folder of an export, until the export is complete."""
 
 
 @dataclass(frozen=True)
@@ -195,9 +196,9 @@ class Plan:
     """Which rounds of a run are exported.
 
     Attributes:
-        folder: where the exports stand.
-        every: rounds from one to the next; the run's last is always exported.
-        keep: how many stay.
+        folder: contains the exports.
+        every: rounds from one export to the next; the run's last round is always exported.
+        keep: how many exports are kept.
     """
 
     folder: Path
@@ -206,10 +207,10 @@ class Plan:
 
 
 def form_of(dtype: Dtype, max_shard_size: str, license_name: str | None) -> Form:
-    """How a person wants an export to be written.
+    """The form in which a person wants an export to be written.
 
     Raises:
-        ConfigError: a shard's size is none, or 0.
+        ConfigError: the size of a shard is not a size, or is 0.
     """
     size = int(size_in_bytes(max_shard_size))
     if size < 1:
@@ -218,7 +219,7 @@ def form_of(dtype: Dtype, max_shard_size: str, license_name: str | None) -> Form
 
 
 def pushed_to(repo: str | None) -> Extra:
-    """What uploads an export to a repository of the hub; nothing without one.
+    """A function that uploads an export to a repository of the hub; does nothing without one.
 
     Raises:
         ConfigError: the extra hf is not installed, or there is no token.
@@ -247,7 +248,7 @@ def export_newest(
 
     Raises:
         NobodyReachable: no peer of the run answers.
-        StateError: there is no run in the state directory, or its peer runs.
+        StateError: there is no run in the state directory, or its peer is running.
     """
     found = (
         _from_peers(given, out, run_id, form, evaluator)
@@ -274,7 +275,7 @@ def follow(
 
     Raises:
         ConfigError: no address of a peer was given, or the folder holds another run's exports.
-        NobodyReachable: no peer answers, or for too long.
+        NobodyReachable: no peer answers, or none has answered for too long.
         StateError: the folder is in use, or cannot be written to.
     """
     if not given.initial_peers:
@@ -301,7 +302,7 @@ def follow(
 
 
 def export(facts: ExportFacts, out: Path) -> None:
-    """Writes the model and says how others evaluate it."""
+    """Writes the model and prints the command that evaluates it."""
     manifest = facts.model.manifest
     write_export(out, facts, (add_task,))
     click.echo(f"exported round {manifest.round} (manifest {manifest.digest[:12]}) to {out}")
@@ -333,13 +334,13 @@ def _from_peers(
 
 @contextlib.contextmanager
 def _fetched_beside(out: Path) -> Iterator[BlobStore]:
-    """Where values are fetched to: next to the export, since there is room for a model.
+    """A store for fetched values in the folder of the export, where there is room for a model.
 
-    Values that came before an error or a kill stay for the next try.
+    Values that arrived before an error or a kill stay for the next try.
 
     Raises:
         StateLocked: another process exports into this folder.
-        StateError: the disk refused.
+        StateError: the disk cannot be read or written.
     """
     out.mkdir(parents=True, exist_ok=True)
     lock = os.open(out, os.O_RDONLY)
@@ -355,7 +356,7 @@ def _fetched_beside(out: Path) -> Iterator[BlobStore]:
 
 @contextlib.contextmanager
 def _on_disk(path: Path, run_id: str | None, form: Form) -> Iterator[tuple[ExportFacts, None]]:
-    """What a peer that is not running has on its disk; raises like `open_state`."""
+    """The newest model on the disk of a peer that is not running; raises like `open_state`."""
     state, model = open_state(path, run_id)
     try:
         name = run_id or state.last_run

@@ -1,4 +1,4 @@
-"""What swarm-doctor makes of its measurements: findings with their remedies. Pure."""
+"""The findings of swarm-doctor with their remedies, computed from its measurements. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swarm.protocol.timing.fitness import Fitness, LinkVerdict, cap_advice
 from swarm.train.engine.hardware import Processor
 
 CLOCK_LIMIT_S = 3.0
-"""Beyond it peers refuse each other's pings (hivemind)."""
+"""If clocks differ by more, peers refuse each other's pings (hivemind)."""
 CLOCK_NEAR_S = 1.0
 LONG_RTT_MS = 1000.0
 FEW_FILES = 1024
@@ -24,18 +24,18 @@ class Level(Enum):
     """How bad a finding is."""
 
     GOOD = "good"  # nothing to do
-    WARNING = "warning"  # the peer can take part, though not as it could
+    WARNING = "warning"  # the peer can take part, though not as well as it could
     FAULT = "fault"  # it cannot take part
 
 
 class Nat(Enum):
-    """What lies between this machine and the others, as far as they can tell."""
+    """Address translation between this machine and the other peers, as those peers see it."""
 
     NONE = "none"  # they see an address of this machine
     SAME_PORT = "same_port"  # translated; all of them see one port
     OTHER_PORTS = "other_ports"  # translated; each of them sees another port
-    TRANSLATED = "translated"  # only one peer was there to ask
-    UNKNOWN = "unknown"  # nobody could say
+    TRANSLATED = "translated"  # translated; only one peer was there to ask
+    UNKNOWN = "unknown"  # no peer could be asked
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Local:
     """This machine and its state directory."""
 
     disk_free_bytes: int | None
-    """None where it could not be read."""
+    """None if it could not be read."""
     open_files: int
     """Limit of this process."""
     state_fault: str | None
@@ -52,24 +52,24 @@ class Local:
     version: str
     computes_with: Processor = field(default_factory=Processor)
     congestion: str | None = None
-    """TCP's congestion control here; None where the system does not say."""
+    """TCP's congestion control here; None if the system does not name it."""
     congestion_known: tuple[str, ...] = ()
-    """Those that the kernel has ready."""
+    """The congestion controls that the kernel has loaded."""
 
 
 @dataclass(frozen=True)
 class Sight:
-    """What one peer saw and said.
+    """One peer's view of this machine.
 
     Attributes:
-        peer_id: who.
-        rtt_ms: round trip.
-        clock_offset_s: its clock minus ours.
-        version: of its software.
-        seen_at: transport address that our connection comes from.
-        dialled: whether it was asked to dial us, at the host of `seen_at`.
-        dial_fault: why it could not.
-        door_fault: why it could not at the port for blobs, if it was asked to.
+        peer_id: that peer.
+        rtt_ms: round trip to the peer.
+        clock_offset_s: the peer's clock minus ours.
+        version: of the peer's software.
+        seen_at: transport address from which our connection comes, as the peer sees it.
+        dialled: whether the peer was asked to dial us, at the host of `seen_at`.
+        dial_fault: why the peer could not dial us.
+        door_fault: why the peer could not dial our port for blobs, if it was asked to.
     """
 
     peer_id: str
@@ -84,15 +84,15 @@ class Sight:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run asks of a peer.
+    """The needs of a run, for a peer on this machine.
 
     Attributes:
         name: of the run.
-        disk_bytes: of the state directory.
+        disk_bytes: size of the state directory.
         engine: the engine that was planned for this machine, in words.
-        engine_fits: whether its memory is there.
-        link: None where nobody could be asked.
-        held_bytes: that the state directory has already of the run.
+        engine_fits: whether this machine has the memory for that engine.
+        link: judges the measured link for the run; None if it was not measured.
+        held_bytes: bytes of the run that the state directory has already.
     """
 
     name: str
@@ -110,13 +110,13 @@ class Examined:
     Attributes:
         local: this machine.
         network_fault: why there is no connection at all.
-        addresses: that this machine listens on; empty in client mode.
-        sights: of the peers that answered.
-        down_mbit: best rate to any of them.
-        up_mbit: likewise.
+        addresses: addresses on which this machine listens; empty in client mode.
+        sights: views of the peers that answered.
+        down_mbit: best download rate from any of these peers.
+        up_mbit: best upload rate to any of them.
         needs: of the run, if one was named or found.
-        refused: why swarm-peer would not begin with these options.
-        door_port: where blobs are to be taken; 0: nowhere, or at a free port.
+        refused: why swarm-peer would refuse to start with these options.
+        door_port: the port for blobs; 0: none, or any free port.
         door_taken: why this machine cannot listen on that port.
     """
 
@@ -134,7 +134,7 @@ class Examined:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at, what was found, and what to do about it."""
+    """The result for one topic, and the remedy if there is a problem."""
 
     topic: str
     level: Level
@@ -143,7 +143,7 @@ class Finding:
 
 
 def findings_of(examined: Examined) -> tuple[Finding, ...]:
-    """Everything that there is to say, in a fixed order of topics."""
+    """All findings, in a fixed order of topics."""
     found = [*_of_local(examined.local), *_of_refused(examined.refused)]
     if examined.network_fault:
         found.append(
@@ -174,23 +174,23 @@ def findings_of(examined: Examined) -> tuple[Finding, ...]:
 
 
 def can_take_part(findings: Sequence[Finding]) -> bool:
-    """Whether nothing found keeps this machine from taking part."""
+    """Whether no finding keeps this machine from taking part."""
     return all(finding.level is not Level.FAULT for finding in findings)
 
 
 def verdict_of(examined: Examined, findings: Sequence[Finding]) -> bool | None:
-    """Whether this machine can take part; None where nobody was asked who could tell."""
+    """Whether this machine can take part; None if no peer was asked that could tell."""
     if not can_take_part(findings):
         return False
     return True if examined.sights else None
 
 
 def nat_of(addresses: Sequence[str], seen_at: Sequence[str]) -> Nat:
-    """What translates this machine's addresses.
+    """The kind of address translation in front of this machine.
 
     Args:
-        addresses: that this machine listens on, concrete ones.
-        seen_at: transport addresses that peers see its connections come from.
+        addresses: concrete addresses on which this machine listens.
+        seen_at: transport addresses from which peers see its connections come.
     """
     seen = [(parts[2], parts[4]) for text in seen_at if len(parts := text.split("/")) >= 5]
     if not seen or not addresses:
@@ -231,11 +231,11 @@ def _of_refused(refused: Sequence[str]) -> list[Finding]:
 
 
 def _of_congestion(local: Local) -> list[Finding]:
-    """What is said depends on a line's losses, which nobody knows here: so none is a warning.
+    """No finding is a warning: the best control depends on packet loss, which is not known here.
 
-    Loss-based ones take any loss for congestion. But where all peers send at once over lines that
-    lose nothing, bbr uses less of them (scripts/README.md, "what rounds use of a line"). Nothing
-    is said where none can be read.
+    Loss-based controls (reno, cubic) take any loss for congestion. But where all peers send at once
+    over lines without loss, bbr uses less of the lines (scripts/README.md, "what rounds use of a
+    line"). There is no finding if the system does not name its control.
     """
     text = local.congestion
     if text is None:
@@ -286,7 +286,7 @@ def _of_reachability(addresses: Sequence[str], sights: Sequence[Sight]) -> Findi
 
 
 def _of_door(examined: Examined) -> list[Finding]:
-    """Without the second port bytes go over libp2p's one connection, and votes behind them."""
+    """Without the second port, blobs share libp2p's one connection, and votes wait behind them."""
     topic, port = "port for blobs", examined.door_port
     asked = [sight for sight in examined.sights if sight.dialled]
     if not (port and examined.addresses and asked):

@@ -1,4 +1,4 @@
-"""What swarm-monitor reads from disk and keeps there: its own history, and those of peers."""
+"""The files of swarm-monitor: its own history, which it also writes, and the histories of peers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from swarm.protocol.records.life_events import EventReader
 
 
 class HistoryFile:
-    """`--history FILE`: losses, merges, rounds and events, over restarts of the monitor."""
+    """`--history FILE`: losses, merges, rounds and events, kept across restarts of the monitor."""
 
     def __init__(self, path: Path) -> None:
         """Reads the file, if there is one.
 
         Raises:
-            ConfigError: it is there and cannot be read.
+            ConfigError: the file exists and cannot be read.
         """
         self._path = path
         self._kept: history.Kept | None = None
@@ -37,7 +37,7 @@ class HistoryFile:
             ) from error
 
     def before(self, first: Snapshot) -> Snapshot | None:
-        """What was known of the run before the first look."""
+        """The state of the run before the first look, by the file."""
         return history.recalled(first, self._kept) if self._kept else None
 
     def keep(self, snapshot: Snapshot) -> None:
@@ -53,13 +53,13 @@ class HistoryFile:
 
 
 class Earlier:
-    """`--events FILE`: what histories of peers tell of rounds before the first look."""
+    """`--events FILE`: the rounds before the first look, from histories of peers."""
 
     def __init__(self, paths: Sequence[Path], kept: HistoryFile | None) -> None:
-        """Reads the files; `kept` is asked first, and keeps all.
+        """Reads the files. `kept` has precedence over them, and saves what the monitor sees.
 
         Raises:
-            ConfigError: one is no history of a peer that can be read, or the runs differ.
+            ConfigError: a file is not a readable history of a peer, or the runs differ.
         """
         self._kept, named = kept, ", ".join(map(str, paths))
         try:
@@ -73,7 +73,7 @@ class Earlier:
         self._named = named
 
     def before(self, first: Snapshot) -> Snapshot | None:
-        """What was known of the run before the first look.
+        """The state of the run before the first look, by the files.
 
         Raises:
             ConfigError: the files are of another run.
@@ -88,13 +88,13 @@ class Earlier:
         return history.with_earlier(first, known, self._earlier)
 
     def keep(self, snapshot: Snapshot) -> None:
-        """Keeps it where --history says so."""
+        """Saves the snapshot's history in the file of --history, if there is one."""
         if self._kept:
             self._kept.keep(snapshot)
 
 
 class Replay:
-    """`--replay STATE_DIR`: one manifest a look, every `refresh_s` seconds; the last one stays."""
+    """`--replay STATE_DIR`: each look shows the next manifest; the last manifest stays."""
 
     refresh_s = 2.0
 
@@ -105,7 +105,7 @@ class Replay:
 
         Raises:
             StateError: there is no history.
-            ConfigError: it has no manifest, or is of another version.
+            ConfigError: the history has no manifest, or is of another version.
         """
         found = folder.expanduser()
         peers = sorted(path.parent for path in found.glob("peer-*/current_run")) or [found]
@@ -132,14 +132,14 @@ class Replay:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """The lines of a history that a person named, with those before; raises OSError."""
+    """The lines of a history that a person named, after those of its `older` file."""
     if not durable.older(path).exists():
         path.stat()
     return durable.read_lines(path)
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines; a kill may have torn one off."""
+    """The events in whole lines; a kill may have cut a line short."""
     reader = EventReader()
     for line in durable.read_lines(path):
         try:

@@ -28,21 +28,21 @@ LOCAL = "127.0.0.1"
 
 
 class Looks(Protocol):
-    """What shows a run."""
+    """A source of snapshots of a run."""
 
     @property
     def refresh_s(self) -> float:
         """Seconds from one look to the next."""
 
     def look(self) -> Snapshot:
-        """The newest snapshot; a `SwarmError` when there is none now."""
+        """The newest snapshot; raises a `SwarmError` if there is none now."""
 
 
 def bound_to(address: str) -> socket.socket:
     """A socket for `HOST:PORT`, `[HOST]:PORT` or `PORT`.
 
     Raises:
-        ConfigError: that is no address, or it cannot be had.
+        ConfigError: the text is no address, or the address cannot be listened on.
     """
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or int(port) >= 2**16:
@@ -51,19 +51,19 @@ def bound_to(address: str) -> socket.socket:
 
 
 def url_of(bound: socket.socket) -> str:
-    """Where a browser on this machine finds what listens on a socket."""
+    """The URL of a listening socket for a browser on this machine."""
     host, port = bound.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
 def page_at(address: str) -> Callable[[Looks], None]:
-    """Returns a server of a page at `HOST:PORT`, which runs until the process is to end.
+    """Returns a function that serves the page at `HOST:PORT` until the process is asked to end.
 
     Args:
         address: bound at once, so that a port in use is reported before anything else starts.
 
     Raises:
-        ConfigError: the address cannot be had.
+        ConfigError: the address cannot be listened on.
     """
     bound = bound_to(address)
     return functools.partial(_show_page, bound, address.rpartition(":")[0].strip("[]") or LOCAL)
@@ -77,7 +77,7 @@ def _show_page(bound: socket.socket, name: str, source: Looks) -> None:
     try:
         serve(feed, bound, name)
     finally:
-        watcher.stopping.set()  # it may be in the middle of a look, and holds nothing then
+        watcher.stopping.set()  # not awaited: a look may take long, and it holds nothing
         bound.close()
 
 

@@ -1,4 +1,4 @@
-"""What swarm-peer does once its options are read: takes part, prints, and leaves when asked to."""
+"""swarm-peer after its options are read: it takes part, prints, and leaves when asked to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def leave_on_signals(stop: Stop) -> None:
-    """Ctrl+C, SIGTERM and SIGHUP: the first leaves cleanly within a time-out, the second at once.
+    """After a first Ctrl+C, SIGTERM or SIGHUP, leaves cleanly within a time-out; a second, at once.
 
     SIGHUP never leaves at once: when a terminal is closed, its shell and the kernel both send one.
     A signal that nohup ignores stays ignored.
@@ -57,7 +57,7 @@ def observer_of(options: Options, observer: PeerObserver | None) -> PeerObserver
     """The observer: `observer`, else one that prints events, and draws them with --tensorboard.
 
     Raises:
-        ConfigError: --tensorboard goes with no other observer; or tensorboardX is missing.
+        ConfigError: --tensorboard excludes another observer; or tensorboardX is missing.
     """
     if options.tensorboard is None:
         return observer or Printed()
@@ -75,8 +75,8 @@ def take_part(
 
     Args:
         config: of this machine.
-        run: of the file that was given, if one was.
-        options: what else was given.
+        run: the configuration of the given run file, if there is one.
+        options: the other given options.
         observer: notified of events, in place of the person.
     """
     wanted = Wanted(
@@ -89,7 +89,7 @@ def take_part(
         tokenizer=options.tokenizer,
         initialise_from=options.initialise_from,
     )
-    # The network's thread must not wait long for the trainer's (measured: x1.0-1.3 on a step).
+    # The network's thread must not wait long for the trainer's (measured: a step takes x1.0-1.3).
     sys.setswitchinterval(0.0002)
     raise_file_limit()
     watch_for_unborn_threads()

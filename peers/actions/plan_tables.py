@@ -1,4 +1,4 @@
-"""What swarm-plan says of a link and of several workers."""
+"""The tables and figures of swarm-plan for a link and for several workers."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ class Planned:
 
 @dataclass(frozen=True)
 class LinkTable:
-    """All that is said of a link.
+    """A run and the known settings, planned on one link.
 
     Attributes:
-        link: as its peer has it; caps are the rates where they are lower.
-        rates: up and down, Mbit/s, as far as loss lets them.
-        compute_s: of the local steps of a cycle.
-        wanted: share of the time computing.
-        own: the run as its file is.
-        others: the settings of the table that reach the wanted share, the best price first.
-        best: of the table, where none reaches it.
-        quota_gb: of a month, if one is set.
+        link: the link of a peer; a cap replaces a rate that is higher.
+        rates: up and down in Mbit/s, as far as packet loss allows.
+        compute_s: seconds of the local steps of a cycle.
+        wanted: wanted share of the time computing.
+        own: the run with the settings of its file.
+        others: the known settings that reach the wanted share, the best price first.
+        best: the known setting with the largest share, shown if none reaches the wanted one.
+        quota_gb: monthly quota, if one is set.
     """
 
     link: LinkRates
@@ -67,7 +67,7 @@ class LinkTable:
 
     @property
     def month_gb(self) -> float:
-        """Bytes both ways in 30 days of the run as it is."""
+        """GB both ways in 30 days of the run with the settings of its file."""
         cycle_s = self.own.plan.round_s * self.own.setting.rounds
         return 2 * self.own.plan.cycle_bytes / 1e9 * MONTH_S / cycle_s
 
@@ -76,7 +76,7 @@ def link_named(text: str) -> LinkRates:
     """A link by its rates, or by the name of an emulated one.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the text is neither.
     """
     named = LINKS.get(text)
     if named is None:
@@ -93,14 +93,14 @@ def table_for(
     wanted: float,
     beside: bool = True,
 ) -> LinkTable:
-    """Plans the run and all settings of the table on a link.
+    """Plans the run, and all known settings, on a link.
 
     Args:
-        run: as its file is.
+        run: with the settings of its file.
         link: of a peer.
-        network: its caps and quota.
+        network: that peer's caps and quota.
         step_s: seconds of a local step.
-        wanted: share of the time computing.
+        wanted: wanted share of the time computing.
         beside: `Assumptions.is_beside`, of the planned engine.
     """
     capped = LinkRates(
@@ -140,7 +140,7 @@ def _order(planned: Planned) -> tuple[bool, float, float]:
 
 
 def as_figures(table: LinkTable) -> dict[str, Any]:
-    """What scripts may rely on."""
+    """The figures on which scripts may rely."""
     return {
         **asdict(table.link),
         "carried_up_mbit": round(table.rates[0], 3),
@@ -158,7 +158,7 @@ def _figures(planned: Planned) -> dict[str, Any]:
 
 
 def link_table(run: RunConfig, table: LinkTable) -> Table:
-    """The run as it is, for people."""
+    """The run with the settings of its file, for people."""
     own, link = table.own.plan, table.link
     told = Table(title="link", title_justify="left", box=box.SIMPLE, show_header=False)
     told.add_column()
@@ -238,7 +238,7 @@ PRICES = (
 
 
 def notes_of(table: LinkTable) -> tuple[str, ...]:
-    """What the tables do not say by themselves, a sentence each."""
+    """Notes that explain the tables."""
     if not table.others:
         best = table.best
         settings = (
@@ -250,7 +250,7 @@ def notes_of(table: LinkTable) -> tuple[str, ...]:
 
 
 def print_link(console: Console, run: RunConfig, table: LinkTable) -> None:
-    """All of it, for people."""
+    """Prints both tables and the notes, for people."""
     console.print(link_table(run, table))
     if table.others:
         console.print(settings_table(table))
@@ -263,11 +263,11 @@ def _time(seconds: float) -> str:
 
 
 PARTS = ("products", "waiting", "tokens", "outputs", "stream", "sums", "updates")
-"""Of a step, as `StepTime` has them."""
+"""The parts of a step's time, by the names of the fields of `StepTime`."""
 
 
 def workers_table(run: RunConfig, planned: RunPlan) -> Table:
-    """What each worker needs at the peak of a step, for people."""
+    """The memory that each worker needs at the peak of a step, for people."""
     plan, fabric = planned.engine, planned.machine.fabric
     table = Table(title=f"{fabric.size} workers: {fabric}", title_justify="left", box=box.SIMPLE)
     for name in ("workers", "each holds", "device", "activations", "host", "disk"):
@@ -284,7 +284,7 @@ def workers_table(run: RunConfig, planned: RunPlan) -> Table:
 
 
 def held_by(run: RunConfig, planned: RunPlan) -> list[tuple[str, Need]]:
-    """What a worker of each stage holds, in words and bytes; one line where there are no stages."""
+    """The parts that a worker of each pipeline stage holds, in words and bytes."""
     options, owned = planned.engine.options, planned.owned_experts
     workers, experts = planned.machine.fabric.size, run.model.num_experts
     share = f"1/{options.ep} of {experts} experts" if options.ep > 1 else f"{experts} experts"
@@ -335,7 +335,7 @@ def ways_table(run: RunConfig, planned: RunPlan) -> Table:
 
 
 def workers_figures(run: RunConfig, planned: RunPlan) -> dict[str, Any]:
-    """The same for scripts; bytes are of one worker each."""
+    """Figures of the workers for scripts; bytes are those of one worker."""
     plan, fabric = planned.engine, planned.machine.fabric
     held = held_by(run, planned)
     return {

@@ -1,4 +1,4 @@
-"""What a person reads of a peer as it runs."""
+"""The lines that a running peer prints for a person."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def join_line(address: str, run_id: str | None = None, invitation: str | None = None) -> str:
-    """A command; with the run's id it means this run wherever several are announced."""
+    """The command that joins; the run's id is needed if several runs are announced."""
     named = f" --run-id {run_id}" if run_id else ""
     invited = f" --invitation {invitation}" if invitation else ""
     return f"swarm-peer --initial-peers {address}{named}{invited}"
@@ -24,7 +24,7 @@ def join_line(address: str, run_id: str | None = None, invitation: str | None = 
 def say_how_to_join(
     addresses: Sequence[str], run_id: str | None = None, invitation: str | None = None
 ) -> None:
-    """Prints the line for the first of a peer's addresses; nothing where it listens nowhere."""
+    """Prints the line for the first of a peer's addresses; nothing if it has none."""
     for address in addresses[:1]:
         click.echo(join_line(address, run_id, invitation))
         if is_loopback(address):
@@ -35,18 +35,18 @@ def say_how_to_join(
 
 
 class Printed(PeerObserver):
-    """Prints what people, and scripts, need to know of a peer: the line with which others join."""
+    """Prints the lines that people and scripts need, above all the one with which others join."""
 
     _invitation: str | None = None
 
     def on_invitation(self, text: str) -> None:
-        """Keeps it for the line with which others join."""
+        """Keeps the invitation for the line with which others join."""
         self._invitation = text
 
     def on_address(self, address: str) -> None:
-        """Prints it at once, before any other address."""
+        """Prints the line for this address at once, before that for any other address."""
         say_how_to_join([address], invitation=self._invitation)
 
     def on_notice(self, line: str) -> None:
-        """Prints it."""
+        """Prints the line."""
         click.echo(line)

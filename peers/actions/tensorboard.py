@@ -1,4 +1,4 @@
-"""`swarm-peer --tensorboard DIR`: what a peer prints, and its losses as TensorBoard reads them."""
+"""`swarm-peer --tensorboard DIR`: an observer that prints, and writes losses for TensorBoard."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from swarm.train.engine.rank_figures import folded
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED = 256
-"""Scalars; a step has six."""
+"""Limit of queued scalars; a step has six."""
 FLUSH_S = 10.0
 THINNED_AFTER = 100_000
-"""Steps that are drawn; of later ones every second, after as many again every fourth, and so on.
+"""After this many drawn steps, only every second step is drawn; after as many again, every fourth.
 
 So weeks of steps take some hundred MB. TensorBoard itself shows 1,000 points of a curve."""
 CLOSE_S = 5.0
-"""For what is still to be written when the program ends."""
+"""Limit for writing the remaining scalars when the program ends."""
 
 
 def writer_type() -> Any:
-    """What writes records of TensorBoard to one file, in the thread that calls it.
+    """The class that writes records of TensorBoard to one file, in the thread that calls it.
 
     Raises:
         ConfigError: tensorboardX is not installed.
@@ -50,7 +50,7 @@ class EventFile:
     """A new file of scalars in a folder, which is made if it is missing."""
 
     def __init__(self, folder: Path) -> None:
-        """Opens it.
+        """Opens the file.
 
         Raises:
             ConfigError: tensorboardX is not installed.
@@ -69,19 +69,19 @@ class EventFile:
         self._writer.write_event(event)
 
     def flush(self) -> None:
-        """Brings it all to the disk."""
+        """Writes all scalars to the disk."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Likewise, and closes the file."""
+        """Writes all scalars to the disk and closes the file."""
         self._writer.close()
 
 
 class Drawn(Printed):
     """Writes scalars: of local steps by the run's step, of rounds by the round's number.
 
-    A thread of its own writes them, for training waits for no disk: what a slow one takes too late
-    is left out, and after a fault nothing more is drawn.
+    A separate thread writes them, so that training never waits for the disk. Scalars that a slow
+    disk cannot take in time are left out. After a fault nothing more is drawn.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -102,7 +102,7 @@ class Drawn(Printed):
         atexit.register(self.close)
 
     def on_step(self, step: int, stats: StepStats) -> None:
-        """Of this peer's own batches; the more were drawn, the fewer are."""
+        """Draws the figures of this peer's own batch, unless this step is thinned out."""
         self._steps += 1
         if self._steps % 2 ** (self._drawn_steps // THINNED_AFTER):
             return
@@ -123,7 +123,7 @@ class Drawn(Printed):
             self._write("workers", step, step_s=workers.step_s, between=between, **bubble)
 
     def on_round(self, report: RoundReport) -> None:
-        """Of each manifest that it applies."""
+        """Draws the figures of a manifest that this peer applied."""
         stats = report.stats
         self._write(
             "round",
@@ -136,11 +136,11 @@ class Drawn(Printed):
         )
 
     def on_validation(self, round_number: int, val_loss: float, bits_per_byte: float) -> None:
-        """Of the rounds that this peer measured."""
+        """Draws the held-out loss of a round that this peer measured."""
         self._write("held_out", round_number, loss=val_loss, bits_per_byte=bits_per_byte)
 
     def close(self) -> None:
-        """Writes what is left, if the disk takes it within `CLOSE_S`."""
+        """Writes the remaining scalars, if the disk takes them within `CLOSE_S`."""
         atexit.unregister(self.close)
         if self._thread.is_alive:
             with contextlib.suppress(queue.Full):

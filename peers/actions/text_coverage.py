@@ -1,4 +1,4 @@
-"""How much of its text a run has read, by what its peers agreed on."""
+"""How much of its text a run has read, by the state that its peers agreed on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swarm.peer.text.agreed_model import open_state
 
 
 def coverage(folder: Path | None, addresses: Sequence[str], run_id: str | None) -> dict[str, Any]:
-    """What is covered, open and repeated, in windows of the run's sequence length.
+    """How much text is covered, open and repeated, in windows of the run's sequence length.
 
     Args:
         folder: state directory of a peer that is not running; None to ask peers.

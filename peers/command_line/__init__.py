@@ -1,1 +1,1 @@
-"""What all programs have in common: flags, their values, errors, logging."""
+"""The parts that all programs share: flags, their values, errors, logging."""

@@ -1,6 +1,6 @@
-"""What all programs are: click commands whose errors are one line and an exit code.
+"""The base of all programs: click commands whose errors are one line and an exit code.
 
-Their logs are coloured on a terminal, `key=value` lines off it, or JSON; always on stderr.
+Their logs go to stderr: colored on a terminal, `key=value` lines elsewhere, or JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 class PrintableFormatter(logging.Formatter):
-    """One printable line a message; the lines of a traceback follow it, each with an indent."""
+    """One printable line for each message; the lines of a traceback follow, indented."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line."""
@@ -44,7 +44,7 @@ class PrintableFormatter(logging.Formatter):
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:
-        """The traceback; what was raised may quote a peer, over several lines."""
+        """The traceback; the error's message may quote a peer, over several lines."""
         lines = super().formatException(ei).split("\n")
         return "\n".join("    " + printable(line) for line in lines)
 
@@ -74,7 +74,7 @@ class JsonFormatter(PrintableFormatter):
 
 
 class TerminalHandler(RichHandler):
-    """Lines with colours, and below them a bar for work that takes long."""
+    """Shows colored lines, and a progress bar below them for long work."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console=console, show_path=False, markup=False)
@@ -83,7 +83,7 @@ class TerminalHandler(RichHandler):
         self.bars = Bars(BarColumn(20), words, console=console, transient=True)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """A line, or a new state of the bar; nothing on a terminal that was closed."""
+        """Shows a line or a new state of the bar; nothing on a terminal that was closed."""
         progress = getattr(record, "progress", None)
         if isinstance(progress, Progress):
             with contextlib.suppress(OSError):
@@ -92,13 +92,13 @@ class TerminalHandler(RichHandler):
             super().emit(record)
 
     def close(self) -> None:
-        """At the end of the program: gives the cursor back."""
+        """Shows the cursor again at the end of the program."""
         with contextlib.suppress(OSError):
             self.bars.stop()
         super().close()
 
     def draw(self, progress: Progress) -> None:
-        """Shows how far the work is; nothing any more once it is done."""
+        """Shows how far the work is, and removes the bar once the work is done."""
         words = printable(str(progress))
         if progress.done >= progress.total:
             self.bars.stop()
@@ -117,11 +117,11 @@ class TerminalHandler(RichHandler):
 
 
 def configure_logging(log_format: str, level: str = "info") -> None:
-    """Sets the root logger up, in place of what was there.
+    """Sets up the root logger, and removes its earlier handlers.
 
     Args:
-        log_format: one of `LOG_FORMATS`; "auto" looks whether stderr is a terminal.
-        level: one of `LOG_LEVELS`, the least that is said.
+        log_format: one of `LOG_FORMATS`; "auto" depends on whether stderr is a terminal.
+        level: one of `LOG_LEVELS`, the lowest that is logged.
     """
     handler: logging.Handler
     draws = log_format == "auto" and sys.stderr.isatty() and level in ("debug", "info")
@@ -133,14 +133,14 @@ def configure_logging(log_format: str, level: str = "info") -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     progress_logger.setLevel(logging.DEBUG if draws else max(logging.INFO, logging.root.level))
     theirs = logging.getLogger("hivemind")
-    theirs.setLevel(logging.WARNING)  # its INFO lines are for its authors
-    # hivemind's own handler would print texts of p2pd and of other peers unescaped.
+    theirs.setLevel(logging.WARNING)  # hivemind's INFO lines are for its authors
+    # hivemind's own handler would print messages of p2pd and of other peers unescaped.
     theirs.handlers.clear()
     theirs.propagate = True
 
 
 FILE_WIDTH = 160
-"""Characters a line in a file or pipe."""
+"""Characters per line in a file or pipe."""
 TAKES_SEVERAL = ("--initial-peers", "--host-maddrs", "--announce-maddrs")
 """Flags after which several values may follow, as in hivemind: `--initial-peers A B`."""
 
@@ -149,7 +149,7 @@ class GroupedOption(click.Option):
     """An option that the help text shows under a heading.
 
     Attributes:
-        group: the heading; "Options" for those of one program alone.
+        group: the heading; "Options" for options that only one program has.
     """
 
     def __init__(self, *arguments: Any, group: str = "Options", **attributes: Any) -> None:
@@ -161,7 +161,7 @@ class Program(click.Command):
     """A command whose errors are one line and an exit code."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """All options under the headings of their groups, then how to set them elsewhere."""
+        """Writes all options under the headings of their groups, then the environment's form."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             if record := parameter.get_help_record(ctx):
@@ -174,7 +174,7 @@ class Program(click.Command):
             self.format_commands(ctx, formatter)
         if any(page.is_file() for page in named_pages(self.help or "")):
             formatter.write_paragraph()
-            formatter.write(f"Pages are in {PAGES}\n")  # a path that is cut cannot be copied
+            formatter.write(f"Pages are in {PAGES}\n")  # unwrapped, so that it can be copied
         if twin := next((p.envvar for p in self.params if p.envvar), None):
             formatter.write_paragraph()
             flag = "--" + str(twin).removeprefix("SWARM_").replace("_", "-").lower()
@@ -223,21 +223,22 @@ class Program(click.Command):
 
 
 class _ScipyOptimize(ModuleType):
-    """Stands in for scipy.optimize until somebody looks into it.
+    """Stands in for scipy.optimize until an attribute of it is read.
 
-    hivemind imports it for its averager, which no peer uses: 0.4 s of the start of each program.
+    hivemind imports scipy.optimize for its averager, which no peer uses. That would add 0.4 s to
+    the start of each program.
     """
 
     def __getattr__(self, name: str) -> object:
-        if name.startswith("__") and name != "__path__":  # asked of every module that there is
+        if name.startswith("__") and name != "__path__":  # Python reads these of every module
             raise AttributeError(name)
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
-        return getattr(sys.modules["scipy"].optimize, name)  # scipy imports it when it is asked
+        return getattr(sys.modules["scipy"].optimize, name)  # scipy imports `optimize` on access
 
 
 def program(name: str) -> Callable[[Callable[..., Any]], Program]:
-    """Makes a function the program of this name; its docstring is the help text."""
+    """Makes a function the program with this name; the function's docstring is the help text."""
     settings = {
         "token_normalize_func": lambda token: token.replace("_", "-"),
         "help_option_names": ["-h", "--help"],
@@ -249,10 +250,10 @@ def program(name: str) -> Callable[[Callable[..., Any]], Program]:
 
 @contextlib.contextmanager
 def ending_as_ctrl_c() -> Iterator[None]:
-    """SIGTERM and SIGHUP are as Ctrl+C while this lasts, for a program that ends others first.
+    """Within the block, SIGTERM and SIGHUP act as Ctrl+C: the program first ends its processes.
 
-    The first one alone: a shell whose terminal is closed repeats it while they end. What nohup has
-    the program ignore it ignores.
+    Only the first signal counts, since the shell of a closed terminal repeats it meanwhile. A
+    signal that nohup ignores stays ignored.
     """
     heard = [
         number
@@ -274,7 +275,7 @@ def ending_as_ctrl_c() -> Iterator[None]:
 
 
 def for_tables() -> Console:
-    """Where tables are printed: as wide as the terminal; in a file or pipe nobody's screen cuts."""
+    """The console for tables: as wide as the terminal, or `FILE_WIDTH` in a file or pipe."""
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = FILE_WIDTH

@@ -1,4 +1,4 @@
-"""What may stand after a flag, parsed, and configurations as TOML."""
+"""Parses the values of flags, and writes configurations as TOML."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from swarm.run_files import Kind, find_file, read_text
 
 
 def as_toml(*configs: RunConfig | PeerConfig) -> str:
-    """Configurations as TOML that reads back as the same; defaults included."""
+    """Configurations as TOML, defaults included; reading the TOML gives the same configurations."""
     lines: list[str] = []
     for config in configs:
         for name, section in config.model_dump().items():
@@ -33,7 +33,7 @@ def as_toml(*configs: RunConfig | PeerConfig) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """One value as it stands behind the key."""
+    """One value in the form that follows its key."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, tuple | list):
@@ -87,7 +87,7 @@ def head_digest(_: click.Context, __: click.Parameter, text: str | None) -> str 
 
 
 def invitation_text(_: click.Context, __: click.Parameter, text: str | None) -> str | None:
-    """An invitation as it is given, or in a file, or on standard input."""
+    """The text of an invitation, given directly, in a file, or on standard input."""
     if text == "-":
         return sys.stdin.readline().strip()
     if text is None or not text.startswith("@"):
@@ -122,7 +122,7 @@ def gigabytes_of(_: click.Context, __: click.Parameter, text: str | None) -> flo
 
 
 def file_of(kind: Kind) -> Callable[[click.Context, click.Parameter, Path | None], Path | None]:
-    """What finds the file of this kind that a flag names: by its path, or by its name alone."""
+    """A callback that finds the file of this kind that a flag names, by path or by name alone."""
 
     def found(_: click.Context, __: click.Parameter, given: Path | None) -> Path | None:
         return find_file(given, kind) if given else None
@@ -134,7 +134,7 @@ def require_folder(out: Path) -> None:
     """Makes sure, before any work, that an export can be written.
 
     Raises:
-        ConfigError: it is a file, or cannot be written to.
+        ConfigError: the folder is a file, or cannot be written to.
     """
     place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     why = f"{place} is a file" if not place.is_dir() else f"{place} is not writable"

@@ -1,4 +1,4 @@
-"""What all programs have in common: flags, their environment twins, files, errors, logging.
+"""The options that all programs share: flags, environment variables, files, errors, logging.
 
 Precedence: flag, then environment (SWARM_...), then file, then default. `-` and `_` are the same
 in a flag. An error is one line on stderr and an exit code of its own (see swarm/errors.py).
@@ -26,20 +26,20 @@ from swarm.run_files import read_text
 
 
 def option(flag: str, **attributes: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A click option with its environment twin SWARM_FLAG."""
+    """A click option that the environment variable SWARM_FLAG sets too."""
     twin = "SWARM_" + flag.split("/")[0].removeprefix("--").replace("-", "_").upper()
     names = [flag, attributes.pop("dest")] if "dest" in attributes else [flag]
     return click.option(*names, cls=GroupedOption, envvar=twin, **attributes)
 
 
 def _flag(flag: str, text: str, *, sets: str = "", **attributes: Any) -> Any:
-    """A field of `Options`, which a flag and its environment twin fill.
+    """A field of `Options`, which a flag or its environment variable sets.
 
     Args:
         flag: as on the command line.
-        text: of the help page; the default of the setting is added unless the text speaks of one.
-        sets: setting of a configuration that it replaces, as `section.field`.
-        attributes: of the click option; `default` is the field's too.
+        text: help text; the setting's default is added unless the text mentions a default.
+        sets: the setting of a configuration that the flag replaces, as `section.field`.
+        attributes: of the click option; `default` is the field's default too.
     """
     default = attributes.get("default", () if attributes.get("multiple") else None)
     shown = _shown_default(sets)
@@ -76,9 +76,9 @@ _POSITIVE = click.IntRange(min=1)
 
 @dataclass(frozen=True)
 class Options:
-    """What was given on the command line or in the environment; None or () where nothing was.
+    """The given options, from command line and environment; None or () if an option is not given.
 
-    A flag is declared here and nowhere else; programs name the fields that they take.
+    Each flag is declared here and nowhere else; programs name the fields that they take.
     """
 
     run: Path | None = _path(
@@ -394,7 +394,7 @@ class Options:
         return self._overrides(PeerConfig)
 
     def asked_of_run(self) -> dict[str, Any]:
-        """`section.field` -> value of every override: what a joiner's run must agree with."""
+        """`section.field` -> value of every override; the run that a peer joins must have these."""
         parsed = (parse_override(setting) for setting in self.run_settings())
         return {f"{section}.{field}": value for section, field, value in parsed}
 
@@ -402,7 +402,7 @@ class Options:
         """The run configuration from --run and its overrides.
 
         Raises:
-            ConfigError: --run is missing, the file is, or a setting is wrong.
+            ConfigError: --run or its file is missing, or a setting is wrong.
         """
         if self.run is None:
             raise ConfigError("--run is missing", hint="for example --run demo")
@@ -452,7 +452,7 @@ class Options:
         return found
 
     def _overrides(self, kind: type[RunConfig | PeerConfig]) -> tuple[str, ...]:
-        """Later ones win: the environment's flags, then --set, then the command line's flags."""
+        """Overrides in rising precedence: the environment's flags, --set, command-line flags."""
         flags: dict[bool, list[str]] = {True: [], False: []}
         if kind is PeerConfig:
             for name, setting in self._short_forms():
@@ -523,10 +523,10 @@ def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def require_founder(options: Options) -> None:
-    """Refuses what a founder gives its run where nothing is founded.
+    """Refuses options for the founder of a run in a program that founds none.
 
     Raises:
-        ConfigError: says which option.
+        ConfigError: the message names the option.
     """
     if options.initialise_from and not options.run:
         raise ConfigError(

@@ -151,7 +151,7 @@ def _seen(state: Row) -> Iterator[Sample]:
 
 
 def _scores(state: Row) -> Iterator[Sample]:
-    """Of each publisher's newest round with a score; rounds are not labels."""
+    """The scores of each publisher's newest round with a score; rounds are not labels."""
     newest: dict[tuple[str, str, str], Row] = {}
     for score in state["scores"]:
         labels = (score["task"], score["metric"], score["publisher"])

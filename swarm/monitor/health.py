@@ -16,7 +16,8 @@ SILENT_S = 2 * HEARTBEAT_S
 """A peer whose record did not change for this long has missed two heartbeats."""
 SLOW_TIMES = 1.5
 SLOW_S = 1.0
-"""A peer is slow when it was busy longer than the others' median by both of these."""
+"""A peer is slow if it was busy for more than `SLOW_TIMES` the others' median, and for `SLOW_S`
+more than this median."""
 WAITING = "averaging"
 """The phase that is mostly the wait for others."""
 _GOING = (PeerState.LEAVING, PeerState.FINISHED)
@@ -32,8 +33,8 @@ class Fault(Enum):
 
     DEAD = "dead"  # its machine says that nothing listens there
     CUT = "cut"  # others get no answer from it, or it gets none from them
-    SILENT = "silent"  # no peer has heard from it, and none says why
-    TROUBLE = "trouble"  # its machine waits for a person, as with a full disk
+    SILENT = "silent"  # no peer has heard from it, and no peer knows why
+    TROUBLE = "trouble"  # its machine waits for a person, for example with a full disk
     LATE = "late"  # the round was decided while it still trained
     LEFT_OUT = "left out"  # it had offered, and its work was not taken
     SLOW = "slow"  # it was busy far longer than the others
@@ -43,7 +44,7 @@ REMEDIES = {
     Fault.DEAD: _COMES_BACK,
     Fault.CUT: "swarm-doctor on that machine says what is in the way",
     Fault.SILENT: f"look whether it runs: {_COMES_BACK}",
-    Fault.TROUBLE: "",  # in its own words
+    Fault.TROUBLE: "",  # the peer's own words name the remedy
     Fault.LATE: _TOO_MUCH,
     Fault.LEFT_OUT: "a faster link, or fewer bytes in a new run: swarm-plan --link",
     Fault.SLOW: f"end other programs there; {_TOO_MUCH}",
@@ -89,7 +90,7 @@ def _unheard(snapshot: Snapshot) -> list[Cause]:
         for by, of in said:
             partners.setdefault(by, set()).add(of)
             partners.setdefault(of, set()).add(by)
-        # Of two peers that miss each other: the one that more others miss, or that is not there.
+        # If two peers miss each other, the one that more others miss is named, or the absent one.
         peer = max(
             partners, key=lambda p: (len(partners[p]), p not in rows, _unheard_s(rows, p), p)
         )
@@ -213,7 +214,7 @@ USUAL_ROUNDS = 20
 """The usual round is the median of this many."""
 STALLED_TIMES = 3.0
 STALLED_S = 60.0
-"""A run stalls when its round takes longer than both: this many usual ones, and this."""
+"""A run stalls if its round exceeds both `STALLED_TIMES` usual rounds and `STALLED_S` seconds."""
 MAX_CAUSES = 2
 """Limit of causes in the reason; the snapshot has all."""
 
@@ -224,10 +225,10 @@ class Word(Enum):
     GATHERING = "gathering"  # the founder waits for peers
     FINISHED = "finished"  # all rounds are done
     SPLIT = "split"  # a member has another manifest of the same height, or another generation
-    HALTED = "halted"  # the voters that are present are no quorum
+    HALTED = "halted"  # the present voters are too few for a quorum
     PAUSED = "paused"  # peers wait for machines with room: too few experts have an owner
     STALLED = "stalled"  # the round takes far longer than usual
-    DEGRADED = "degraded"  # a member is absent or silent, or the last round left one out
+    DEGRADED = "degraded"  # a member is absent or silent, or was left out of the last round
     UNKNOWN = "unknown"  # no peer gave the newest manifest
     HEALTHY = "healthy"
 
@@ -250,7 +251,7 @@ class Pace:
         committed_per_s: tokens per second that entered the model, over the same rounds.
         utilisation: tokens per second that entered the model, divided by the sum of the peers'
             tokens/s in that round; median over the same rounds.
-        eta_s: until the last round, at the usual pace.
+        eta_s: seconds until the last round, at the usual pace.
     """
 
     round_s: float | None
@@ -293,7 +294,7 @@ def _health(snapshot: Snapshot) -> Health:
     if snapshot.run_id is None:
         word = f"{len(snapshot.peers)} of {snapshot.wait_for_peers} peers are present"
         return Health(Word.GATHERING, word)
-    speaking = snapshot.speaking  # nobody does while all members are absent
+    speaking = snapshot.speaking  # empty while all members are absent
     if is_finished(snapshot):
         done = f"{snapshot.round} of {snapshot.rounds_total} rounds are done"
         return Health(Word.FINISHED, done if speaking else f"{done}; no peer serves the model now")

@@ -206,7 +206,7 @@ def earlier_of(lines: Iterable[str]) -> Earlier:
 
 
 def with_earlier(first: Snapshot, before: Snapshot | None, earlier: Earlier) -> Snapshot:
-    """The look before the first one, with history that records have lost."""
+    """A snapshot in place of a look before the first one, with history that records have lost."""
     known = before or replace(first, rounds=(), events=())
     seen = known.events[0].at if known.events else first.at
     older = tuple(event for event in earlier.events if event.at < seen)
@@ -277,9 +277,9 @@ def decode_kept(encoded: bytes) -> Kept:
 
 
 def recalled(snapshot: Snapshot, kept: Kept) -> Snapshot | None:
-    """The look before the first one, as if the monitor had never stopped; None for another run.
+    """A snapshot of the look before the restart; None if the file is of another run.
 
-    Changes while it was stopped are shown for losses, rounds and merges, not for peers.
+    Changes while the monitor was stopped are shown for losses, rounds and merges, not for peers.
     """
     if kept.run_id != snapshot.run_id:
         return None

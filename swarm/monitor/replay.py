@@ -63,7 +63,7 @@ def frames(run_id: str, histories: Mapping[str, Sequence[Event]]) -> Iterator[Sn
 
 
 def _newest(by_digest: dict[str, Event], tip: Event) -> Event | None:
-    """A peer's last manifest up to the height of a tip; the tip itself if it applied it later."""
+    """A peer's last manifest up to a tip's height; the tip itself if the peer applied it later."""
     found = by_digest.get(tip["digest"])
     earlier = (e for e in reversed(by_digest.values()) if e["height"] <= tip["height"])
     return found or next(earlier, None)

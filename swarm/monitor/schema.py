@@ -17,7 +17,7 @@ from swarm.monitor.snapshot import Coverage, ExpertRow, Merge, PeerRow, Snapshot
 
 
 class HealthJson(TypedDict):
-    """`Health`; `unreachable` if the look failed, and all else is of the last successful one."""
+    """`Health`; `unreachable` if the look failed: all else is from the last successful look."""
 
     word: Literal[
         "gathering",
@@ -162,7 +162,7 @@ class ExpertJson(TypedDict):
 
 
 class MergeJson(TypedDict):
-    """A merge; its donors are with the experts while it is the newest for them."""
+    """A merge; `ExpertJson` lists its donors while it is the newest merge for that expert."""
 
     generation: str
     round: int

@@ -69,7 +69,7 @@ class Feed:
         self._replace(dict(snapshot))
 
     def lose(self, reason: str) -> None:
-        """A look failed: the last state stays, marked as such; from any thread."""
+        """A look failed: the last state stays, marked as unreachable; from any thread."""
         health = {"health": {"word": "unreachable", "reason": reason}}
         self._replace({**self._state, **health})
 
@@ -94,7 +94,8 @@ class Feed:
         """The newest version, and the server-sent event that leads there; "" if there is none.
 
         Args:
-            version: the listener's; None at first. Without or with a too old one, all is sent.
+            version: the listener's; None at first. The whole state is sent if it is None or too
+                old.
         """
         with self._lock:
             if version == self._version:
@@ -225,8 +226,8 @@ def application(feed: Feed, name: str = "localhost") -> ASGIApp:
 def names_this_machine(host: str, name: str) -> bool:
     """Whether the Host header of a request names this machine.
 
-    Attackers can point a name of theirs at any address, but they need such a name. So all
-    addresses are accepted, and only the machine's own names and the given one.
+    Attackers can point a name of theirs at any address, but they need such a name. So a host may
+    be any address; a name must be one of the machine's own or the given one.
     """
     called = re.sub(r":\d*$", "", host).strip("[]").lower().removesuffix(".")
     own = socket.gethostname().lower()

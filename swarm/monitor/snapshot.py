@@ -46,7 +46,7 @@ class ScoreRow:
 
     @property
     def what(self) -> tuple[PeerId, Digest, str, str]:
-        """The key of a score: of scores with equal keys, the later one counts."""
+        """The key of a score; the later of two scores with equal keys counts."""
         return self.publisher, self.manifest_digest, self.task, self.metric
 
 
@@ -120,9 +120,9 @@ class PeerRow:
     record: PeerRecord
     agreement: Agreement
     votes: bool | None = None
-    """By the newest manifest; None if it is no member, or without a manifest."""
+    """Whether the peer votes, by the newest manifest; None for a stranger, or without manifest."""
     counted: int = 0
-    """Of a trainee: rounds that have counted it, of `TRIAL_ROUNDS`."""
+    """Number of rounds that have counted a trainee, out of `TRIAL_ROUNDS`."""
     contributed: bool | None = None
     """Whether its work is in the newest round's mean; None without a manifest."""
     published: float | None = None
@@ -132,7 +132,7 @@ class PeerRow:
 
     @property
     def called(self) -> str:
-        """Its display name, else the end of its id."""
+        """The peer's display name, or the end of its id."""
         return self.record.name or f"…{self.record.peer_id[-6:]}"
 
 
@@ -171,13 +171,13 @@ class Coverage:
     """How much of the common text the agreed training has read, in windows (samples)."""
 
     windows: int
-    """Of the whole text, which is one lap."""
+    """Windows of the whole text, which is one lap."""
     counted: int
     """Windows whose training is in a manifest."""
     dealt: int
     """Windows that the members read now."""
     open: int
-    """Windows that were dealt and not counted, and are dealt next."""
+    """Windows that were dealt and not counted; they are dealt again next."""
 
     @property
     def laps(self) -> int:
@@ -186,7 +186,7 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """Of the lap after these, 0 up to 1."""
+        """Counted share of the lap after the whole ones, from 0 up to 1."""
         return self.counted % self.windows / self.windows
 
     @property
@@ -197,7 +197,7 @@ class Coverage:
 
 @dataclass(frozen=True)
 class RoundPoint:
-    """A round as the monitor saw it decided, with the peers' figures of the first look after it.
+    """A decided round, with the peers' figures of the first look after the decision.
 
     Attributes:
         at: seconds since 1970 at that look.
@@ -271,7 +271,7 @@ class Snapshot:
     step: int | None = None
     """Optimizer steps of the run. This and all fields below are None or () without a manifest."""
     tokens: int | None = None
-    """Of all contributors in all rounds."""
+    """Tokens of all contributors in all rounds."""
     members: int | None = None
     absent: tuple[PeerId, ...] = ()
     """Members without a record."""
@@ -292,7 +292,7 @@ class Snapshot:
     def speaking(self) -> tuple[PeerRow, ...]:
         """Peers that speak for the run: the members that are present.
 
-        They are all peers without a manifest, and in a replay, which has no peers but those of the
+        Without a manifest, all peers speak. They do in a replay too, which has only peers of the
         run.
         """
         if self.members is None or not self.live:

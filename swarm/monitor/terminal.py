@@ -81,11 +81,11 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 MAX_NAMED = 4
 """If more peers than this say the same, they are only counted."""
 MIN_ROUNDS = 20
-"""Least number of rounds in the loss curve, if there are as many."""
+"""Least number of rounds in the loss curve, if the run has that many."""
 UNKNOWN_OWNER = "?"
-"""An owner by the newest manifest that has no record."""
+"""Shown for an owner that the newest manifest names and that has no record."""
 NO_OWNER = "wait"
-"""Owner of an expert that fits no machine."""
+"""Shown as the owner of an expert that fits no machine."""
 
 Keys = Mapping[PeerId, Text]
 
@@ -172,7 +172,7 @@ def _cells(row: PeerRow, keys: Keys, wide: bool, digits: int) -> list[Text]:
 
 
 def _state(row: PeerRow) -> str:
-    """Its state, or of a trainee how many of ten rounds have counted it."""
+    """The peer's state, or how many of ten rounds have counted a trainee."""
     state = row.record.state
     is_usual = state in (PeerState.TRAINING, PeerState.AVERAGING)
     return (

@@ -46,11 +46,11 @@ class History(Protocol):
 
 @dataclass
 class Watch:
-    """Looks at one run again and again; remembers what records forget."""
+    """Looks at one run again and again; remembers state that newer records no longer show."""
 
     observer: Observer
     store: BlobStore
-    """Holds the observer's manifests. Emptied after each look: one a round would add up."""
+    """Holds the observer's manifests. Emptied after each look: they would add up, one a round."""
     wanted: str | None
     history: History | None = None
     announced: Announced | None = None
@@ -105,7 +105,7 @@ class Watch:
             if self.before and self.before.run_id is None:  # its peers soon announce manifest 0
                 return self.before
             raise NobodyReachable(f"no peer of {run} is present")
-        # Before the first manifest records of strangers counted too: none of that is kept.
+        # Until the first manifest, records of strangers counted too, so no earlier look is kept.
         known = self.before if had_tip or not self.tip else None
         if known is None and self.history:
             known = self.history.before(snapshot)
@@ -119,7 +119,7 @@ class Watch:
         try:
             history.keep(snapshot)
         except OSError as error:
-            if self._keeps:  # an error, as a terminal's view hides warnings
+            if self._keeps:  # logged as an error, since a terminal's view hides warnings
                 where = f"{error.filename}: " if error.filename else ""
                 logger.error("the history is not kept now: %s%s", where, error.strerror)
             self._keeps = False

@@ -62,7 +62,7 @@ class Peer:
 
     Attributes:
         run: the run's configuration.
-        run_id: its name, then - and 16 hex digits.
+        run_id: the run's name, a hyphen and 16 hex digits.
         peer_id: of this peer.
         addresses: with which others may join; empty if this machine cannot be dialed.
         status: the status that this peer publishes.
@@ -199,7 +199,7 @@ class Peer:
             addresses: such as `/ip4/203.0.113.7/tcp/31330/p2p/ID`; some may be unreachable.
             folder: the state directory of this peer; made if missing.
             config: of this machine.
-            wanted: which run, if several are announced there; an invitation.
+            wanted: which run, if several are announced there; the invitation, if one is needed.
             observer: notified of events.
 
         Raises:

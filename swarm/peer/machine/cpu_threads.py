@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 GAIN = 0.9
 """More threads are used if a step then takes at most this share of the time with fewer."""
 GAIN_TO_STAY = 0.95
-"""The same limit for the threads in use: the choice must not flip with noise."""
+"""The same limit for the number that is in use, so that noise does not flip the choice."""
 BUSY_SHARE = 0.8
 """A thread that gets less of a core than this shares the core with other programs."""
 PASSES = 5
-"""Most measurements of each number of threads, which take turns."""
+"""Each number of threads is measured at most this often; the numbers take turns."""
 LEAST_BUDGET_S = 3.0
 BUDGET_OF_ROUND = 0.05
 """Measuring takes at most this share of a round's local steps, or `LEAST_BUDGET_S`."""
@@ -88,7 +88,7 @@ def choose(trials: Sequence[Trial], current: int | None = None) -> Choice:
     """The number of threads to compute with.
 
     Args:
-        trials: at least one, of whatever numbers of threads; medians count.
+        trials: at least one, with any numbers of threads; the median of each number counts.
         current: the number in use since an earlier choice.
     """
     median_s = {
@@ -176,7 +176,7 @@ def start_threads(compute: ComputeSection) -> None:
 
 
 def is_exact(run: RunConfig) -> bool:
-    """Whether a run computes and sends fp32 values alone: one thread then is SPES to the bit.
+    """Whether a run computes and sends fp32 values alone: with one thread it is SPES to the bit.
 
     More threads add sums in another order. Peers still agree on the computed values.
     """
@@ -269,14 +269,14 @@ class ThreadedEngine(SteppingEngine):
 
 
 WORTH_ELEMENTS = 2**22
-"""Fewer elements are done before threads have started."""
+"""Work on fewer elements is done before threads have started."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class OneAtATime:
-    """Gives several threads access to the parts of an engine, which is made for one."""
+    """Gives several threads access to the parts of an engine, which is made for one thread."""
 
     def __init__(self, engine: Parts) -> None:
         self._engine, self._lock = engine, threading.Lock()

@@ -161,7 +161,7 @@ def held_bytes(folder: Path, run: RunConfig) -> int:
 
     Args:
         folder: the state directory; a peer may be running with it.
-        run: as its file has it; a run that was founded twice counts once.
+        run: its configuration, as in the run file; a run that was founded twice counts once.
     """
     configs = [path for path in folder.glob("runs/*/config.json") if path.is_file()]
     of_run = [path.parent for path in configs if _content(path) == run.canonical_json()]

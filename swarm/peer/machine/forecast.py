@@ -20,7 +20,7 @@ class Forecast:
 
     Attributes:
         training_s: of the local steps of a round, after the last of the run's phases.
-        averaging_s: of the bytes of a round over a peer's link, sent and received at once.
+        averaging_s: of moving the bytes of a round over a peer's link, both ways at once.
         overlaps: whether these bytes move during the local steps.
         run_s: of all rounds, each by its own phase.
     """
@@ -42,7 +42,7 @@ class Forecast:
 
 
 def _round_s(training_s: float, averaging_s: float, *, overlaps: bool) -> float:
-    """One round is in flight at a time (overlapped rounds)."""
+    """Seconds of a round; only one round is in flight at a time (overlapped rounds)."""
     return max(training_s, averaging_s) if overlaps else training_s + averaging_s
 
 

@@ -19,7 +19,7 @@ from swarm.train.engine.mesh import BUSES, NVLINK, PCIE, Bus, BusName
 logger = logging.getLogger(__name__)
 
 NVLINK_FROM_GB_S = 75.0
-"""Above PCIe 5 x16, which has 64 each way, and below every NVLink of a GPU with a switch."""
+"""Above PCIe 5 x16 with 64 GB/s each way, and below every NVLink of a GPU with a switch."""
 COPIED_BYTES = 64 * 2**20
 MEASURE_S = 120.0
 """Limit for loading PyTorch, starting all GPUs and some copies."""

@@ -38,15 +38,18 @@ def raise_file_limit() -> None:
 class UnbornThreads:
     """Finds threads that were started and never ran.
 
-    CPython's `Thread.start` waits forever for a thread that got no memory for its first call
-    ("Exception ignored in thread started by"), and holds locks meanwhile.
+    If a thread gets no memory for its first call, CPython's `Thread.start` waits for it forever
+    ("Exception ignored in thread started by"). Meanwhile the caller holds locks.
     """
 
     def __init__(self) -> None:
         self._looks: dict[threading.Thread, int] = {}
 
     def look(self) -> list[str]:
-        """Names of threads unborn in `UNBORN_LOOKS` looks; a paused process makes no looks."""
+        """Names of threads that were unborn in `UNBORN_LOOKS` looks in a row.
+
+        Looks are counted and not seconds, since a paused process makes no looks.
+        """
         unborn = [thread for thread in threading.enumerate() if thread.ident is None]
         self._looks = {thread: self._looks.get(thread, 0) + 1 for thread in unborn}
         return [thread.name for thread, looks in self._looks.items() if looks >= UNBORN_LOOKS]

@@ -39,7 +39,7 @@ _UPDATES_PER_CORE = 0.15e9
 
 
 def machine_size(flag: str, text: str) -> float:
-    """Bytes of a described machine's resource, by `size_in_bytes`; 0 for `--gpu` means none.
+    """Bytes of a described machine's resource, by `size_in_bytes`; `--gpu 0` means no GPU.
 
     Raises:
         ConfigError: the size is invalid, or smaller than that of any machine.
@@ -147,7 +147,7 @@ def described_machine(machine: Machine, sizes: Mapping[str, str | None]) -> Mach
 
 
 def wishes_of(compute: ComputeSection, folder: Path | None) -> Wishes:
-    """A person's decisions; `folder` would have the frozen experts that are mapped from disk."""
+    """A person's decisions; `folder` would hold the frozen experts that are mapped from disk."""
     return Wishes(
         engine=compute.engine,
         precision=compute.precision,
@@ -168,7 +168,7 @@ def plan_here(
         run: what is trained.
         owned: experts of this peer.
         compute: the person's decisions.
-        folder: would have the frozen experts that are mapped from disk.
+        folder: would hold the frozen experts that are mapped from disk.
 
     Returns:
         The resources of the engine, or of each worker; and the plan.
@@ -186,8 +186,9 @@ class Room:
     It may be called at any time. The disk does not count: a peer waits while a disk is full.
 
     Attributes:
-        engine: the engine, once there is one. Its present level and those below count then; before,
-            all levels that the person allows. The engine takes memory, so call this once before.
+        engine: the engine, once there is one. Until then, all levels that the person allows count;
+            afterwards, the engine's present level and those below. An engine takes memory, so call
+            this object once before there is one.
     """
 
     def __init__(self, run: RunConfig, compute: ComputeSection, folder: Path) -> None:

@@ -31,13 +31,13 @@ SETTINGS_FILE = "settings"
 MAX_KNOWN_PEERS = 64
 MAX_ENTERED_BY = 64
 MAX_EVENTS_BYTES = 128 * 2**20
-"""Of one events file; older files are kept up to the same size. A round has 1 to 2 kB, and a
-quarter of an hour has 15 kB."""
+"""Limit of an events file; one older file of about this size is kept. A round has 1 to 2 kB of
+events, and a quarter of an hour has 15 kB."""
 MUCH_BYTES = 10**9
-"""Size of earlier runs together from which on the log names them."""
+"""The log names earlier runs once all of them together have this size."""
 _clock = time.time
-"""The clock of events. A drill with a wrong clock at a peer compares events of several peers. It
-replaces `time.time` after this is bound, so that the times of events stay right."""
+"""The clock of events. A drill gives one peer a wrong clock, and compares events of several peers.
+It replaces `time.time` after `_clock` is bound, so that the times of events stay right."""
 
 
 _OFFER: TypeAdapter[SavedWork] = TypeAdapter(SavedWork)
@@ -332,7 +332,7 @@ class StateDirectory:
         return (words[0], words[1]) if is_whole else None
 
     def write_gathering(self, name: str, secret: str) -> None:
-        """Keeps them until the run is founded."""
+        """Saves name and key until the run is founded."""
         durable.write_file(self.path / "gathering", f"{name} {secret}\n".encode(), mode=0o600)
 
     def end_gathering(self) -> None:

@@ -38,10 +38,10 @@ def num_workers(compute: ComputeSection, device: str) -> int:
         device: "cuda" or "cpu", on which this peer computes.
 
     Raises:
-        ConfigError: there are fewer GPUs, or this machine has none for the engine; or settings of
+        ConfigError: there are fewer GPUs than wanted, or none for the engine; or settings of
             workers on other machines are wrong.
     """
-    num_elsewhere(compute)  # refuses wrong settings of those
+    num_elsewhere(compute)  # refuses wrong settings of workers on other machines
     asked = compute.parallel
     if asked == "off":
         return 0
@@ -122,7 +122,7 @@ def meshes_of(
     dealt = _dealings(compute, workers, run.model.num_experts)
     cut = _stagings(compute, workers, run.model.num_hidden_layers)
     size = max(workers, 1)
-    # Both splits together only if both are configured.
+    # Experts and layers are both split only if both splits are configured.
     pairs = [(ep, pp) for ep, pp in product(dealt, cut) if 1 in {ep, pp} or min(asked) > 1]
     found = [Mesh(size, ep, pp) for ep, pp in pairs if 1 in tensors]
     return *found, *(Mesh(size, ep, pp, ep) for ep, pp in pairs if 1 < ep in tensors)
@@ -200,7 +200,7 @@ def for_workers(
         workers: of all machines.
 
     Raises:
-        ConfigError: as `meshes_of`; or they should stream and cannot.
+        ConfigError: as `meshes_of`; or the workers are configured to stream and cannot.
     """
     meshes = meshes_of(compute, workers.size, run, per_node=workers.per_node)
     cut = {
@@ -253,10 +253,10 @@ def place_of(run: RunConfig, compute: ComputeSection, share: Machine, workers: i
 
 
 def ready_for_nodes(compute: ComputeSection, state_folder: Path) -> None:
-    """Makes the key for other machines and logs its path, if this peer wants workers of others.
+    """Makes the key for other machines and logs its path, if this peer wants their workers.
 
-    It is called before a text is read or a model is fetched, which may take hours. So workers can
-    be ready when this peer begins to wait for them.
+    This is called before a text is read or a model is fetched, which may take hours. So workers
+    can be ready when this peer begins to wait for them.
 
     Raises:
         ConfigError: this peer cannot listen at the address.
@@ -303,7 +303,7 @@ def nodes_of(
         plan: of the engine of each worker.
         folder: the run's, in the state directory.
         place: where the workers of this machine compute.
-        remaining_s: longest wait for them in seconds, from now on.
+        remaining_s: longest wait for these machines in seconds, from now on.
 
     Raises:
         ConfigError: this peer cannot listen at the address.
@@ -343,7 +343,7 @@ def parallel_engine(
         run: what is trained.
         plan: of the engine of each worker.
         folder: the run's, with the private state.
-        place: where those of this machine compute.
+        place: where the workers of this machine compute.
         nodes: accepts workers of other machines; None for none. Closed with the engine.
         remaining_s: longest time in seconds for starting workers, from now on.
     """

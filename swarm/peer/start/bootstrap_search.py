@@ -73,9 +73,8 @@ def others_at(host: Host) -> list[PeerId]:
 def met_in(run_id: str, state: StateDirectory) -> frozenset[PeerId]:
     """Peers whose addresses may have led into a run on disk.
 
-    They are the members in the run's record, its founder, the peers through which this peer
-    entered, and all that ever answered it. Members of other runs on disk do not count among the
-    last.
+    They are the members in the run's record, its founder, and the peers through which this peer
+    entered. All peers that ever answered this one count too, except members of other runs on disk.
     """
     directory = state.run(run_id)
     others = (_members_in(state.run(other)) for other in state.run_ids if other != run_id)
@@ -100,7 +99,7 @@ FIND_S = 60.0
 """How long a joiner without a run file looks for a run."""
 FIND_BEFORE_FOUNDING_S = 6.0
 ASK_EVERY_S = 6.0
-"""How often entrances are asked whether they prepare a run."""
+"""How often the peers at the given addresses are asked whether they prepare a run."""
 SILENT_S = 60.0
 """A founder that has not repeated its answer for this long will not found the run."""
 SAY_S = 60.0
@@ -122,7 +121,7 @@ class RunSearchDeadline:
         self._end_s, self._said_s = time.monotonic() + least_s, -SAY_S
 
     async def more_s(self) -> float:
-        """Asks the peers at the given addresses; returns seconds until the next question, or 0."""
+        """Asks the peers at the given addresses; returns the seconds to wait, or 0 at the end."""
         told, now_s = (
             await run_search.answers_of(self._host.node, others_at(self._host)),
             time.monotonic(),
@@ -150,7 +149,8 @@ async def look_for_run(
 
     Raises:
         NobodyReachable: no run was announced in time, and none may be founded.
-        RunMismatch: several runs are announced and none was named, or only others are announced.
+        RunMismatch: several runs are announced and none was named; or only other runs are
+            announced.
     """
     fingerprint = wanted.run.fingerprint() if wanted.run else None
     look_s = FIND_BEFORE_FOUNDING_S if wanted.run else FIND_S
@@ -189,7 +189,7 @@ async def require_alone(host: Host, downloads: Downloads, wanted: Wanted) -> Non
     if wanted.run and not wanted.beside_others:
         told = await run_search.answers_of(
             host.node, others_at(host)
-        )  # first: such a run may begin meanwhile
+        )  # before `runs_here`: a prepared run may begin meanwhile
         require_no_founder(wanted.run, told.preparing)
         require_no_other(wanted.run, await run_search.runs_here(host.node, downloads))
     require_reached(host)
@@ -199,7 +199,7 @@ async def goes_first(host: Host, wanted: Wanted, *, by_runs: bool) -> bool:
     """Whether a peer at the given addresses has precedence as founder; see `is_forestalled`.
 
     Args:
-        host: of a peer that says that it prepares a run.
+        host: of this peer, which says that it prepares a run.
         wanted: that run.
         by_runs: whether peers that are in a run count too, and not only founders.
     """

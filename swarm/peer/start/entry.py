@@ -101,9 +101,9 @@ def drop_damaged(store: BlobStore, tip: Manifest) -> list[str]:
 def earlier_record(record: Record, file: RecordFile, store: BlobStore) -> Record | None:
     """The newest record before this one whose blobs are all whole; None if there is none.
 
-    A promise or a vote is a record of its own, so both files may have the damaged tip. The tip's
-    parent is then used, which both files have too. Votes after the parent are forgotten: they were
-    for values that are lost.
+    Each promise and each vote writes a record, so both record files may have the damaged tip. Then
+    the tip's parent is used, which both files have too. Votes after the parent are forgotten: they
+    were for values that are lost.
     """
     for earlier in _before(record, file):
         if not store.verify(earlier.tip.blobs):
@@ -134,7 +134,7 @@ def _config_in(store: BlobStore, digest: Digest, error: CorruptState) -> RunConf
         raise _lost(error) from error
     try:
         return RunConfig.model_validate_json(bytes(blob))
-    except ValueError as unread:  # as when another version of this program wrote it
+    except ValueError as unread:  # for example, another version of this program wrote it
         raise CorruptState(
             f"{error}; nor does this version understand its copy in the store",
             hint="use the version of swarm with which the run was founded",
@@ -226,7 +226,7 @@ class Starter:
             wanted.require(started.run)
             return started
         if wanted.run is None or current or self.config.network.initial_peers:
-            is_meant = wanted.run is None  # a file also means a run founded again
+            is_meant = wanted.run is None  # a run file may mean a run that was founded again
             try:
                 joined = self.join(wanted.run_id or (current if is_meant else None), begun=current)
             except (NobodyReachable, RunMismatch) as error:
@@ -249,7 +249,7 @@ class Starter:
         """Resumes from the state directory; None when there is no record of the run.
 
         Also None if the configuration or manifest 0 is damaged both on disk and in the store, and
-        the peer `may_join` others, which have both.
+        the peer `may_join`: other peers have both.
 
         Raises:
             CorruptState: files of the run are too damaged to continue safely.
@@ -458,7 +458,7 @@ class Starter:
         that a founder waits for.
 
         Raises:
-            Stopped: the person stopped it.
+            Stopped: the person stopped this peer.
             DataQuotaSpent: the month's quota is used up meanwhile.
         """
 

@@ -54,7 +54,7 @@ BEFORE_THE_RECORD = {*_KEPT, *(f"{name}.new" for name in (*_KEPT, "record"))}
 def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None = None) -> Started:
     """Founds a run: gathers its peers, writes manifest 0 and announces it.
 
-    If peers at the given addresses found a run first, this peer joins it, as `resume_or_join` does.
+    If peers at the given addresses are first to do so, this peer joins, as in `resume_or_join`.
 
     Args:
         starter: of this machine.
@@ -99,7 +99,7 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
     present = _gather(starter, run, gathering, blobs)
     remove_unfounded(starter.state.path, starter.node.peer_id)
     with _gathering_on(starter, run, gathering), starter.stop.at_once():
-        # Generated twice, so that the whole model is never in memory: digests name the folder.
+        # Generated twice, so that the model is never all in memory: digests name the folder.
         contents = dict(initial_contents(run, layout, weights))
         initial = {u: (digest_of_chunks(c), c.num_bytes) for u, c in contents.items()}
         capacities = {peer: member.capacity for peer, member in present.items()}

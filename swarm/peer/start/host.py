@@ -117,7 +117,7 @@ class Reception:
         self._node = node
 
     def prepare(self, fingerprint: str | None) -> None:
-        """Sets the run, by fingerprint, that this peer says it founds until `announce`; or none."""
+        """Sets the fingerprint of the run that this peer says it founds, until `announce`."""
         self._preparing = fingerprint
 
     def announce(self, record: RunRecord) -> None:
@@ -256,7 +256,7 @@ class Host:
     def remember_peers(self) -> None:
         """Saves the addresses that are known now for the next start.
 
-        They belong to the peer's run, so none are saved before that run is known to suit.
+        Addresses belong to a run, so none are saved before it is known to be the wanted one.
         """
         self.state.known_peers = (*self.node.known_addresses, *self.state.known_peers)
 

@@ -56,8 +56,8 @@ async def measured_rates(
 ) -> Rates:
     """The best rates to a few peers that listen, as the rates of this machine's own link.
 
-    Moves up to 4 MiB per peer and direction. Rates known from before count too. The peers are drawn
-    at random: otherwise all that start a run together would probe the same two.
+    Moves up to 4 MiB per peer and direction. Rates known from before count too. The probed peers
+    are drawn at random: otherwise all peers that start a run together would probe the same two.
     """
     listening = _listening(node, present)
     best: dict[bool, float | None] = dict(zip((True, False), known, strict=True))
@@ -132,7 +132,7 @@ def verdict_for(
 
 
 def _share_computing(run: RunConfig, tip: Manifest, round_s: float, rates: Rates) -> str:
-    """By the formulas of `swarm-plan --link`, for transfers alone; "" where the run fits."""
+    """Share of time computing, by `swarm-plan --link` for transfers alone; "" if the run fits."""
     down, up = (rate or inf for rate in rates)
     setting, num_peers = setting_of(run), len(tip.members) + 1
     compute_s, wanted = round_s * setting.rounds, WANTED_UTILISATION
@@ -289,7 +289,7 @@ async def _measure_with(node: Node, run_id: str, members: Collection[PeerId] | N
 
 
 def hold_uploads(node: Node) -> bool:
-    """Caps uploads below the rate of a slow uplink; returns whether the need for it is known.
+    """Caps uploads below the rate of a slow uplink; returns whether it is known if that is needed.
 
     Nothing changes while no two measurements agree.
     """
@@ -314,11 +314,11 @@ def hold_uploads(node: Node) -> bool:
 class LinkMonitor:
     """Measures the link again, at idle moments or when rounds leave this peer out.
 
-    There are three reasons. First, several rounds in a row were decided without this peer. It sends
-    nothing in such rounds, so it learns nothing of its link, and a rate that other transfers made
-    too low would exclude it for good. Second, the cap is unknown or old; under a cap that a person
-    has set, the last test is more than half a day old. Third, others receive much less than the
-    measured rate.
+    There are three reasons. First, several rounds in a row were decided without this peer. In such
+    rounds it sends nothing, and so learns nothing of its link. If other transfers had made the
+    measured rate too low, that rate would exclude the peer for good. Second, the cap is unknown or
+    old; under a cap that a person has set, the last test is more than half a day old. Third, others
+    receive much less than the measured rate.
     """
 
     def __init__(

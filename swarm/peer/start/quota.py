@@ -37,14 +37,15 @@ WARN_AT = (0.5, 0.8, 0.9)
 LOOK_S = 10.0
 MARK_S = 3600.0
 MARKS = 24
-"""Marks, `MARK_S` apart. The present rate is counted since the oldest one."""
+"""Number of marks (a time and its count), `MARK_S` apart. The present rate is the mean since the
+oldest mark."""
 END_S = 10.0
 """Limit of the last count: a disk that does not answer must not keep the peer from ending."""
 HINT = "raise --data-quota, or start again when the next month has begun (UTC)"
 
 
 def month_of(time_s: float) -> str:
-    """The calendar month of a moment, such as "2026-11"; later ones are larger as texts."""
+    """The calendar month of a moment, such as "2026-11"; later months are larger strings."""
     return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m")
 
 
@@ -61,7 +62,7 @@ def _known_of(traffic: Traffic) -> int:
     return (
         traffic.blob_bytes_sent
         + traffic.blob_bytes_received
-        + traffic.moments_bytes_sent  # those received are blobs
+        + traffic.moments_bytes_sent  # received moments are counted as blobs
         + traffic.control_bytes_sent
         + traffic.control_bytes_received
         + 2 * traffic.relayed_bytes
@@ -101,7 +102,7 @@ class MonthlyCount:
             left_gb = float(kept["left_gb"])
         except (OSError, ValueError, KeyError, TypeError):
             return
-        # A clock that goes back begins no month.
+        # A clock that is set back begins no new month.
         if self.month <= month <= month_after(self.month):
             self.month, self.num_bytes, self.left_gb = month, num_bytes, left_gb
 
@@ -112,7 +113,7 @@ class MonthlyCount:
         self.num_bytes += num_bytes
 
     def write(self) -> None:
-        """Makes it durable."""
+        """Makes the count durable."""
         kept = {"month": self.month, "bytes": self.num_bytes, "left_gb": self.left_gb}
         durable.write_file(self._path, json.dumps(kept).encode() + b"\n")
 
@@ -190,7 +191,7 @@ class DataQuota:
 
 
 def count_of(state: StateDirectory) -> MonthlyCount:
-    """What a state directory's peers have moved this month."""
+    """The bytes that the peers of a state directory have moved this month."""
     return MonthlyCount(state.path / "data_used", time.time())
 
 
@@ -267,5 +268,5 @@ class QuotaWatch:
                 self._stop.ask(DataQuotaSpent(why, hint=HINT))
             try:
                 self._quota.count.write()
-            except OSError as error:  # a full disk: the quota holds, and the next look writes it
+            except OSError as error:  # a full disk: the quota holds, the next look writes the count
                 logger.error("data quota: the count of this month is not on disk: %s", error)

@@ -21,7 +21,7 @@ def require_way_in(wanted: Wanted, addresses: Collection[str], state: StateDirec
 
     Raises:
         ConfigError: nothing says which run is meant.
-        StateError: the named run is not on disk; or several are, and none is named.
+        StateError: the named run is not on disk; or several runs are, and none is named.
     """
     here, run_id = state.run_ids, wanted.run_id
     listed = f"it has {', '.join(here)}" if here else "it has none"
@@ -81,7 +81,7 @@ def _fingerprint(directory: RunDirectory) -> str | None:
 
 
 def require_finished(wanted: Wanted, state: StateDirectory) -> None:
-    """Refuses to found a run while the run on disk is unfinished, as after an edit of its file.
+    """Refuses to found a run while the run on disk is unfinished, as after an edited run file.
 
     Every setting is part of a run, even its number of rounds: other settings are another run.
 
@@ -147,15 +147,15 @@ def with_way_back(
 def path_of_key(given: str | None, state: StateDirectory) -> Path:
     """Path of the peer's key. A missing key is refused if there are runs on disk.
 
-    Under a new key this peer would be a stranger in them: without vote, experts, or the right to
-    invite.
+    Under a new key this peer would be a stranger in these runs: without vote, experts, or the right
+    to invite.
 
     Args:
         given: the path that the person named; None for the file in the state directory.
         state: the state directory.
 
     Raises:
-        StateError: there is no key, and a record of a run.
+        StateError: there is no key, although there is a record of a run.
     """
     path = Path(given or state.identity_path).expanduser()
     try:

@@ -42,7 +42,7 @@ class PeerObserver(RoundObserver):
         """The network is up, and others may join at this address; called before any run event."""
 
     def on_invitation(self, text: str) -> None:
-        """This peer founds a run with others, which join with this text; before its address."""
+        """This peer founds a run with others, which join with this text; before `on_address`."""
 
     def on_notice(self, line: str) -> None:
         """One sentence about what joiners need, such as the run's text."""
@@ -51,7 +51,7 @@ class PeerObserver(RoundObserver):
         """This peer looks for a run to join, as a stranger."""
 
     def on_fetched(self, here: int, total: int) -> None:
-        """This many of the model's bytes have arrived; while joining, in the node's thread."""
+        """So many of the model's bytes have arrived; called in the node's thread while joining."""
 
     def on_state(self, state: PeerState) -> None:
         """The peer enters another state, such as training or averaging."""

@@ -145,7 +145,7 @@ class RoomsThere:
 
 
 class Publisher:
-    """One named thread. Its records inform people and newcomers, and decide nothing."""
+    """Publishes in one named thread. Its records inform people and newcomers and decide nothing."""
 
     def __init__(
         self,

@@ -151,8 +151,7 @@ class OwnCauses:
         peers = {**self._others, own.peer_id: own}
         seen = snapshot_of(Sighting(self._run, "", peers, {}, {}, tip))
         for cause in causes_of(seen) if seen else ():
-            # The disk retries log a machine that waits for a person
-            # (`swarm.network.blobs.disk_retry`).
+            # `swarm.network.blobs.disk_retry` already logs that a machine waits for a person.
             if cause.peer != own.peer_id or cause.fault is Fault.TROUBLE:
                 continue
             last = self._said.get(cause.fault)
@@ -229,7 +228,8 @@ def link_figures(
 def up_mbit(lines: LinkHealth, traffic: Traffic) -> float | None:
     """The upload rate of this peer in Mbit/s, or its cap; None if neither is known.
 
-    Both measured figures are lower bounds: of tests, and of the bytes that others received since.
+    Both measured figures are lower bounds: one is from tests, and the other from the bytes that
+    others received since.
     """
     figures = (lines.tested_mbit, traffic.sent.mbit_since(lines.settled_s))
     measured = max((mbit for mbit in figures if mbit), default=None)

@@ -44,7 +44,7 @@ STARTING = "starting"
 
 @dataclass(frozen=True)
 class PhaseFigures:
-    """One phase, or several of the same name together.
+    """Figures of one phase, or of several phases of the same name together.
 
     Attributes:
         seconds: its duration.
@@ -135,7 +135,7 @@ class StepProgress:
 
         Args:
             say: called with each progress line.
-            clock: seconds, of any beginning.
+            clock: seconds since any moment.
         """
         self._say, self._clock = say, clock
         self._reporter = Reporter("", "step", clock)
@@ -450,7 +450,7 @@ class PeerStatus:
         self.observer.on_round(report)
 
     def _newest_loss(self, round_: int) -> float | None:
-        """Held-out loss of this round or the previous one; others measure those between."""
+        """Held-out loss of this round or the previous one; other peers measure other rounds."""
         found = self.validation
         return found.val_loss if found and found.round >= round_ - 1 else None
 

@@ -69,7 +69,7 @@ class Agreed:
             yield frozenset(missing)
 
     def part(self, digest: Digest, unit: Unit, part: Slice) -> Tensor:
-        """Agreed values of a run of elements; see `codecs.read_part`. Raises like `read`."""
+        """Agreed values of consecutive elements; see `codecs.read_part`. Raises like `read`."""
         return read_part(self.layout.by_unit[unit], part, self.read(digest))
 
     def tensor(self, digest: Digest, unit: Unit, name: str) -> Tensor:
@@ -196,7 +196,8 @@ def initial_contents(
 ) -> Iterator[tuple[Unit, Content]]:
     """The value of every unit before the first step, by the run's seed or from given weights.
 
-    Memory: one tensor and a chunk. A cut tensor is made once if its parts are read in order.
+    Memory: one tensor and a chunk. A tensor that is cut over several units is made once if its
+    parts are read in order.
 
     Raises:
         ConfigError: raised by reading a content: a given tensor has another shape.
@@ -244,7 +245,7 @@ def held_out_text(model: AgreedModel) -> list[str]:
 
     Raises:
         DataError: the run's tokenizer does not reproduce the tokens and the number of bytes of
-            the text, so the text is unknown. Some tokenizers lose how a text was written.
+            the text, so the text is unknown. Some tokenizers change a text, for example its case.
         TokenizerError: the tokenizer cannot run here.
         BadBlob: the tokens are outside the run's vocabulary.
     """
@@ -272,10 +273,10 @@ def held_out_text(model: AgreedModel) -> list[str]:
 def held_out_tokens(
     manifest: Manifest, run: RunConfig, store: blob_store.BlobStore
 ) -> tuple[NDArray[np.int64], int, int]:
-    """Tokens of the founder's held-out documents, the token that closes each, and their bytes.
+    """Tokens of the founder's held-out documents, the token that closes each, the text's bytes.
 
     Raises:
-        BadBlob: they are outside this run's vocabulary.
+        BadBlob: a token is outside this run's vocabulary.
     """
     founding = manifest.founding
     blob = store.get(founding.validation)
@@ -296,7 +297,7 @@ def held_out_of(manifest: Manifest, run: RunConfig, store: blob_store.BlobStore)
     """The founder's held-out text.
 
     Raises:
-        BadBlob: it has no tokens of this run's vocabulary.
+        BadBlob: a token is outside this run's vocabulary, or there is no token to predict.
     """
     tokens, end, num_bytes = held_out_tokens(manifest, run, store)
     try:

@@ -101,8 +101,8 @@ def require_admission(
     """Refuses to join a run that would not admit this peer, or not with this credential.
 
     Raises:
-        InvitationError: the invitation is missing, expired, used up, of another run, or of no
-            anchor.
+        InvitationError: the invitation is missing, expired, used up, of another run, or not issued
+            by an anchor.
     """
     if me in tip.members:
         return
@@ -120,7 +120,7 @@ def require_admission(
 
 
 SHARDS = ", or the founder's shards, if it made some with swarm-data tokenize"
-"""The founder's shards have their folder's name, and may be made with other options."""
+"""Added if both texts have one name: shards have their text's name, whatever their options were."""
 
 
 def require_text(needed: Text, have: Text, root: Path) -> None:
@@ -205,12 +205,12 @@ class Wanted:
         run: the configuration that it must have; None accepts any.
         run_id: its id, if several runs are announced or on disk.
         settings: `section.field` -> value that it must have, if `run` is not given.
-        invitation: with which this peer asks to join.
-        beside_others: whether `run` may be founded although the peers at the given addresses are in
-            another run, or the state directory is in an unfinished one.
+        invitation: the invitation with which this peer asks to join.
+        beside_others: whether `run` may be founded in addition to another run: one at the given
+            addresses, or an unfinished one in the state directory.
         vouched: the head for which the person vouches (`--tip`); None for manifest 0.
         tokenizer: folder with the tokenizer.json that a founder gives its run, or that the run of a
-            joiner must have; None if tokens are bytes, or a joiner accepts the run's.
+            joiner must have; None if tokens are bytes, or if a joiner accepts the run's tokenizer.
         initialise_from: checkpoint folder with the weights that a founder gives its run; ignored
             when a run is joined or resumed.
     """

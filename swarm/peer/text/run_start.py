@@ -20,8 +20,8 @@ def founders_tokenizer(run: RunConfig, folder: Path | None) -> Tokenizer:
     """The tokenizer that a founder gives its run.
 
     Raises:
-        ConfigError: the run wants a tokenizer file and none was named, or uses bytes and one was
-            named; or its vocabulary is too small.
+        ConfigError: the run wants a tokenizer file and none was named; or the run uses bytes and a
+            file was named; or the run's vocabulary is too small.
         TokenizerError: the named file is no tokenizer, or cannot run here.
     """
     if run.data.tokenizer == "byte" and folder is not None:
@@ -52,7 +52,7 @@ def founders_weights(
         weights: from a script, in place of a checkpoint.
 
     Raises:
-        ConfigError: the run wants given weights and there are none, or the reverse; or some are
+        ConfigError: the run wants given weights and there are none, or the reverse; or a tensor is
             missing; or the checkpoint is of another model, see `open_checkpoint`.
         CorruptState: the checkpoint is damaged.
     """

@@ -129,7 +129,7 @@ class FoundText:
     Attributes:
         common: the text that all peers share; None if every peer has its own.
         held_out: tokens of the held-out documents, each closed, little-endian uint32.
-        held_out_bytes: of these documents.
+        held_out_bytes: size of these documents as text.
     """
 
     common: Text | None
@@ -138,7 +138,7 @@ class FoundText:
 
 
 class RunText:
-    """The text that a peer trains on. Only a text that is the run's is given out.
+    """The text that a peer trains on, provided only once it is known to be the run's text.
 
     Attributes:
         folder: absolute path of the text; None for the standard library.

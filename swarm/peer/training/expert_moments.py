@@ -2,7 +2,7 @@
 
 When a manifest is adopted, an owner offers the moments of each expert for which the manifest names
 new owners. A new owner trains at once, and adds the moments when they arrive. That is exact: after
-t updates, the moments equal those grown from zeros plus beta^t times the missing ones.
+t updates with decay beta, moments equal those grown from zeros plus beta^t times the missing ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from swarm.train.engine.muon import MOMENTUM_DECAY
 logger = logging.getLogger(__name__)
 
 TOGETHER = 2
-"""Experts that a leaver hands over at a time: copies that have no time to arrive are not made."""
+"""Experts that a leaver hands over at a time: more copies might have no time left to arrive."""
 
 
 class ExpertMoments:
@@ -91,11 +91,11 @@ class ExpertMoments:
         return f"{said}; no time for {rest / 1e9:.1f} GB more (--leave-timeout gives more time)"
 
     def _layout(self, expert: int) -> UnitLayout:
-        """Layout of an expert's moments blob; it has masters where the wire rounds them.
+        """Layout of an expert's moments blob. It contains masters if the wire rounds them.
 
-        Where experts move by deltas, a master differs from the agreed value by a coding's error.
-        The new owner could not tell which owner's error it is, so that error is lost with the
-        owner.
+        If experts move by deltas, it contains none. A master then differs from the agreed value by
+        a coding's error, and a new owner could not tell whose error that is. So the error is lost
+        with the owner.
         """
         wire = self.model.run.wire
         with_master = wire.experts != "fp32" and wire.experts_coding == "none"
@@ -205,7 +205,7 @@ class ExpertMoments:
         return aged
 
     def _add_master(self, expert: int, masters: Callable[[Slice], Tensor]) -> bool:
-        """Adds the part that the wire rounded off, if the masters are of the agreed value."""
+        """Adds the part that the wire rounded off, if the masters round to the agreed value."""
         model, layout = self.model, self.model.agreed.layout.by_unit[expert_unit(expert)]
         base = model.bases[expert]
         if digest_of_chunks(encoded(layout, masters)) != base:
@@ -221,5 +221,5 @@ class ExpertMoments:
 
 
 def _master(part: Slice) -> Slice:
-    """The place of a run of elements of the masters in a moments blob."""
+    """The place of consecutive elements of the masters in a moments blob."""
     return Slice(f"{handover.MASTER}.{part.name}", part.start, part.stop)

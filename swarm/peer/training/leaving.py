@@ -48,7 +48,7 @@ class Stop:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Marks long work before a run, such as reading a text, whose result is lost anyway.
+        """Marks long work before a run, such as reading a text, whose result a stop would lose.
 
         A signal that asks to stop may interrupt this work, if the main thread does it.
 
@@ -93,11 +93,11 @@ class Stop:
         return max(self._asked_s + self.leave_timeout_s - time.monotonic(), 0.0)
 
     def lacks_time(self, steps_left: int, step_s: float) -> bool:
-        """Whether a peer that was asked to stop cannot finish its round first; see the log.
+        """Whether a peer that was asked to stop cannot finish its round; logs the reason.
 
         Args:
             steps_left: of the round.
-            step_s: mean seconds of one so far; 0 before the first.
+            step_s: mean seconds of a step so far; 0 before the first.
         """
         if not self():
             return False
@@ -115,9 +115,9 @@ def serving(stop: Stop, sent: Callable[[], int], seconds: float) -> Iterator[Non
     generation.
 
     Args:
-        stop: ends it.
+        stop: ends the serving.
         sent: how many bytes of blobs others have fetched so far.
-        seconds: it ends this long after the last fetch.
+        seconds: the serving ends this long after the last fetch.
     """
     last_s = began_s = time.monotonic()
     before = sent()
@@ -132,14 +132,14 @@ def serving(stop: Stop, sent: Callable[[], int], seconds: float) -> Iterator[Non
 def leave(driver: RoundDriver, moments: ExpertMoments, adopted: Manifest, stop: Stop) -> str:
     """Leaves the run and hands experts over; returns the outcome in a sentence.
 
-    The masters are agreed values already, or travel with the moments. The owners named by the
-    manifest without this peer ask for the moments and fetch them.
+    The masters are agreed values already, or travel with the moments. The manifest without this
+    peer names new owners, which ask for the moments and fetch them.
 
     Args:
         driver: of the rounds.
         moments: of the experts.
         adopted: the manifest that the engine is at.
-        stop: limits the time of all this.
+        stop: limits the total time.
     """
     driver.leave()
     began_s, is_handing_over = time.monotonic(), False

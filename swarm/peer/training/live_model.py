@@ -52,12 +52,12 @@ def put_aside(
         layout: of the run.
         units: with values in the engine that are not the agreed ones.
         begin_anew: gives the engine the agreed value of a unit.
-        threads: do that.
+        threads: threads that do this work.
         patiently: writes progress into the store, and tries again after errors that may pass.
 
     Raises:
-        StateError: progress could not be written, and the engine still has all of it; or it could
-            not be read again, and the engine is unusable.
+        StateError: progress could not be written, and the engine still has all of it; or progress
+            could not be read again, and the engine is unusable.
     """
     aside: dict[Unit, Digest] = {}
     elements = sum(layout.by_unit[unit].num_elements for unit in units)
@@ -122,7 +122,7 @@ class Move:
 
     Attributes:
         after: the agreed value.
-        before: the value that progress is measured from; None: there is no progress to keep.
+        before: the value from which progress is measured; None if there is no progress to keep.
         counted: this peer's delta that the agreed value already contains.
         is_jump: True adds progress to the agreed value, as `rebase` does. False moves the live
             value as the agreed one moved, as `follow` does.

@@ -1,6 +1,6 @@
-"""The offers of a peer, checked here first as by all peers that will fetch them (update bounds).
+"""The offers of a peer, checked here as all peers that fetch them will do (update bounds).
 
-A thread of its own reads the values while the peer continues to train (background offers).
+A separate thread reads the values while the peer continues to train (background offers).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 
 
 class Rounds(Protocol):
-    """See `swarm.network.rounds.round_driver.RoundDriver`; each may be called from any thread."""
+    """See `swarm.network.rounds.round_driver.RoundDriver`; any thread may call the methods."""
 
     @property
     def rules(self) -> Rules:
-        """Of the run."""
+        """The rules of the run."""
 
     @property
     def newest(self) -> Applied:
@@ -87,7 +87,7 @@ class BackgroundWork(Generic[Result]):
 
     @property
     def is_running(self) -> bool:
-        """Whether a task was begun that nobody has waited for."""
+        """Whether a task was begun and has not been waited for."""
         return self._is_running
 
     def begin(self, work: Callable[[], Result]) -> None:
@@ -140,8 +140,8 @@ class BackgroundWork(Generic[Result]):
         """Requires that the caller may wait for the running task.
 
         Raises:
-            MemoryError: the caller is the task, which would wait for its own end. An engine asks
-                this before it frees memory. The step frees some once it ends.
+            MemoryError: the caller is the task, which would wait for its own end. An engine calls
+                this before it frees memory. The local step that runs now frees some when it ends.
         """
         if self._is_calling or threading.get_ident() != self._owner:
             raise MemoryError("a step runs at the same time")
@@ -193,7 +193,7 @@ class Offering:
         self._named.clear()
 
     def resume(self, tip: Manifest, saved: SavedWork) -> None:
-        """Restores the deltas that were offered of loaded live values, if they are on this tip."""
+        """Restores the offered deltas of live values that were loaded and belong to this tip."""
         layouts = self.model.agreed.layout.by_unit
         for unit, digest in saved.offered.items():
             layout, delta = layouts[unit], saved.deltas.get(unit)
@@ -205,7 +205,7 @@ class Offering:
 
     @contextmanager
     def refusing_after(self, end: Callable[[], None]) -> Iterator[None]:
-        """Within its block, a value restarts only after `end` has ended the reader of values.
+        """While the block runs, `end` is called before a value restarts, to stop its reader.
 
         `end` may be called several times.
         """
@@ -216,7 +216,7 @@ class Offering:
             self._before_refusal = before
 
     def sync(self, units: Mapping[Unit, OfferedUnit]) -> None:
-        """Makes offered deltas and values durable: they may count while this peer is down."""
+        """Makes offered deltas and values durable: peers may count them while this peer is down."""
         layouts = self.model.agreed.layout.by_unit
         coded = [each for unit, each in units.items() if layouts[unit].coding != "none"]
         blobs = [digest for each in coded for digest in (each.digest, each.delta) if digest]
@@ -267,7 +267,7 @@ class Offering:
         return all(store.has(digest) for digest in (named.digest, named.delta) if digest)
 
     def _moved(self, tip: Manifest, unit: Unit, base: Digest, tokens: int) -> OfferedUnit:
-        """A unit's delta, and the value that the delta makes if that may become agreed.
+        """A unit's delta, and the value that results from it if that value may become agreed.
 
         Policy: delta means.
         """
@@ -294,8 +294,8 @@ class Offering:
     def store(self, tip: Manifest, unit: Unit, value: Content, tokens: int) -> tuple[Digest, int]:
         """Digest and size of a unit's value in the store, after local steps on `tip`.
 
-        These steps can move a value only so far from the agreed one. A value beyond that is not
-        offered: this peer logs the reason, restarts from the agreed value and offers that.
+        These steps can move a value only so far from the agreed one. A value beyond that limit is
+        not offered: this peer logs the reason, restarts from the agreed value and offers that.
         """
         me = self.model.me
         bound = update_bound(unit, [me], {me: tokens}, tip, self.rounds.rules)
@@ -316,8 +316,8 @@ class Offering:
     def _stored(self, content: Content) -> tuple[Digest, int]:
         """Stores content that may be needed until it is adopted, and keeps it.
 
-        Each round that is decided meanwhile drops blobs that it does not know. A blob that is
-        dropped before it is kept is stored again under its digest, which is kept by then.
+        A round that is decided meanwhile drops blobs that it does not know. If it drops this blob
+        before `keep_offered`, the content is stored again: its digest is kept by then.
         """
         digest, num_bytes = self.rounds.store_value(content)
         self.model.keep_offered([digest])

@@ -205,7 +205,7 @@ class Trainer(TrainingShell):
     async def save(
         self, tip: Manifest, bases: Mapping[Unit, Digest], work: SavedWork
     ) -> dict[Unit, OfferedUnit]:
-        """Saves values and state together: the state names the offered values only at its end."""
+        """Saves values and state at the same time: only the state file's end names the values."""
         engine, rng = self._begun or self._state()
         self._begun = None  # the next offer reads the state again
         path = self.directory.private_path
@@ -247,7 +247,7 @@ class Trainer(TrainingShell):
     async def beside(
         self, offered: Coroutine[Any, Any, Offer], *, saves_state: bool
     ) -> Callable[[], Awaitable[Offer]]:
-        """Runs until the engine is about to change a value, after the products of a step."""
+        """Offers while the next step computes gradients; the engine waits before its update."""
         engine, overlaps = self.model.engine, self.rounds.rules.overlaps
         if not (overlaps and engine.before_update(self._finish_making)):
             return await super().beside(offered, saves_state=saves_state)
@@ -264,7 +264,7 @@ class Trainer(TrainingShell):
         return self.model.engine.state_dict(), checkpoint.read_rng(torch.device("cpu"))
 
     def _offering(self) -> AbstractContextManager[None]:
-        """The phase of the trainer's thread, unless that thread trains meanwhile."""
+        """The phase "offering" of the trainer's thread, unless that thread trains meanwhile."""
         return nullcontext() if self.making.is_running else self.status.phases.within("offering")
 
     def _finish_making(self) -> None:
@@ -281,7 +281,7 @@ class Trainer(TrainingShell):
             return None
         if work is None:
             return None
-        self.model.keep_offered(work.blobs)  # first: none may be collected
+        self.model.keep_offered(work.blobs)  # before `has`: no blob may be collected after it
         return work if all(map(self.model.agreed.store.has, work.blobs)) else None
 
     def submit(self, tip: Manifest, offer: Offer) -> None:
@@ -322,7 +322,7 @@ class Trainer(TrainingShell):
         return []
 
     def _wait_to_leave(self, state: PeerState) -> None:
-        """With an offer submitted, the round that counts it also lets this peer leave."""
+        """If an offer is submitted, the round that counts it also lets this peer leave."""
         can_wait = state is PeerState.AVERAGING and self.rounds.left is None
         if not can_wait or self.stop.remaining_s < self.stop.leave_timeout_s / 4:
             raise StopAsked
