@@ -60,7 +60,7 @@ class Collector(Role):
         return True
 
     def _note_joiner(self, campaign: Campaign, stranger: PeerId, ready: Ready) -> None:
-        """Notes a stranger's wish to join; strangers that may not join take no part in the lot."""
+        """Notes a stranger's wish to join; one that may not join takes no part in the lot [R8]."""
         guests = self.contributor.guests(stranger, ready.credential)
         if ready.leave or not guests.may_come(stranger):
             return

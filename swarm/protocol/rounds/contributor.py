@@ -188,7 +188,7 @@ class Contributor(Role):
         return f"{lack}; {problem}" if problem else lack
 
     def guests(self, peer: PeerId, credential: Credential | None) -> Guests:
-        """Who may join, or be vouched for, after the tip, if only one peer shows a credential."""
+        """Who may join, or be vouched for, after the tip, by the credential of one peer [R8]."""
         shown = {peer: credential} if credential else {}
         return self.rules.guests(self.tip, shown)
 

@@ -282,7 +282,7 @@ def _survivor(
 
 
 def new_generation(tip: manifest.Manifest, reformer: manifest.PeerId, nonce: int) -> str:
-    """A generation's id. It is unique, and no number that two reformers could both count up to."""
+    """A generation's id [F3]. It is unique, and drawn: two reformers could count up to the same."""
     return digest_of(f"{tip.digest}/{reformer}/{nonce:032x}".encode())[:32]
 
 
