@@ -194,7 +194,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Head(Strict):
-    """The part of a manifest that says who decides the next one. Its digest identifies the manifest.
+    """The part of a manifest that says who decides the next one. Its digest is the manifest's id.
 
     A chain of heads with certificates proves a manifest to a peer that has none of the manifests
     before it (`swarm.protocol.chain.trust`). Everything else is in the body, which the head names.
@@ -307,7 +307,7 @@ class Manifest:
     absent: Mapping[PeerId, FormerMember] = field(default_factory=dict)
     """Peers that were members and are still vouched for [R8]."""
     seed: Digest | None = None
-    """Orders the members: the parent's seed in a merge; if None, the manifest's own digest."""
+    """Orders the members: in a merge, the parent's seed or digest; None: the manifest's digest."""
     reasons: tuple[str, ...] = ()
     """Why members or owners changed, a sentence each."""
 
