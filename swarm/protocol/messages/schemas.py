@@ -123,7 +123,7 @@ class OnWire:
     """Base of dataclasses that are read from JSON: as `Strict`, but missing keys are errors, too.
 
     Defaults are for the code alone. JSON has one form of each value, and leaves out only fields
-    that `IF_ANY` marks.
+    that are marked so, as by `IF_ANY`.
     """
 
     __pydantic_config__ = Strict.__pydantic_config__

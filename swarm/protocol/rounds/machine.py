@@ -339,7 +339,7 @@ class RoundMachine:
         self._merger.forget_height()
         self._succession.forget_height()
         self._takeover.forget_height()
-        # A reform waits for local steps: after it, a peer that has finished them offers at once.
+        # A reform waits for local steps: a peer that has finished them offers at once after it.
         steps_s = work.steps_s if self.tip.kind is not Kind.REFORM else None
         work.forget_height(None if steps_s is None else self._peer.now + steps_s)
         self._contacts.forget_height(is_new_generation=self.tip.generation != old.tip.generation)

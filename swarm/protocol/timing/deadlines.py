@@ -136,8 +136,7 @@ def production_timers(
     rate, and the disk for making values from deltas. T_att has room for a slow link, or for one
     phase that fails. T_reform is at least T_att and at least 10 minutes, unless the run fixes it.
     The limit of a fetch allows for the whole model. No timer follows the length of rounds: the two
-    would lengthen each other. A restarted peer knows no round lengths, and hears live peers every
-    few seconds.
+    would lengthen each other. A restarted peer knows no rounds; live peers speak every few seconds.
 
     Args:
         measured: sizes and rate.

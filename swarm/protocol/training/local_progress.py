@@ -94,7 +94,7 @@ class Reading:
         return ((self.position + samples, self.position + most),) if samples < most else ()
 
     def goes_on(self, before: Manifest, after: Manifest, tokens: int) -> bool:
-        """Whether samples read beyond one tip come first in this peer's deal at another.
+        """Whether samples read beyond one tip come first in this peer's deal at another tip.
 
         Policy: overlapped deals.
 
@@ -112,7 +112,7 @@ class Reading:
     ) -> LocalWork:
         """How many local steps are left after those done (counted work).
 
-        Where rounds overlap, only the time of the steps themselves counts.
+        Where rounds overlap, time without steps does not count.
 
         Args:
             tip: the tip that they start from.
