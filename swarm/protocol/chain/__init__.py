@@ -1,1 +1,1 @@
-"""The chain of manifests: why one is believed, what is kept of it, and how gaps close."""
+"""The chain of manifests: why peers believe it, which links they keep, and how gaps close."""

@@ -23,7 +23,7 @@ MAX_KEPT_BYTES = 5 * MAX_MANIFEST_BYTES
 @dataclass(frozen=True)
 class _Vote(OnWire):
     ballot: Ballot
-    """A ballot beyond the bound must be repaired, not lost (`repaired`)."""
+    """Not bounded: a record with an impossible attempt is repaired, not refused (`repaired`)."""
     manifest: str
     evidence: str | None
 
@@ -107,7 +107,7 @@ def decode_link(encoded: Buffer) -> Link:
 
 
 ABSTAIN_HEIGHTS = 2
-"""A damaged record may have been one tip ahead of the one before it, with one more vote there."""
+"""A damaged record may have been one tip ahead of the previous record, with one more vote there."""
 UNTIL_IT_CONTRIBUTES = 2**62
 """A height that is never reached."""
 
@@ -118,10 +118,10 @@ def rolled_back(earlier: Record) -> Record:
 
 
 def repaired(record: Record) -> Record | None:
-    """Repairs a record whose promise or vote has an impossible attempt; None if it has none.
+    """Repairs a record whose promise or vote has an impossible attempt; None if neither has one.
 
-    No message can name such a ballot, and what the ballot forbids is forgotten with it. So the peer
-    casts no vote at the ballot's height: then no vote contradicts it.
+    No message can name such a ballot, so the promise or vote is dropped. Then the peer no longer
+    knows which votes it forbids. So it casts no vote at that height, and none contradicts it.
     """
     ballots = [record.promised, record.accepted.ballot if record.accepted else None]
     if not any(ballot and ballot.attempt > MAX_ATTEMPT for ballot in ballots):
@@ -132,10 +132,11 @@ def repaired(record: Record) -> Record | None:
 def without_record(me: PeerId, shown: Record, path: Sequence[Link]) -> Record:
     """The record of a peer that has lost its own, or never had one, and was shown a tip.
 
-    The peers that showed the tip may be far behind this peer's last vote, so no height is high
-    enough. They may also be on a chain that leaves this peer out, while another chain counts it. A
-    peer that is not a member of the tip, nor a voter on the way to it, is a newcomer. If every
-    newcomer with an old key abstained, a few that are invited together would leave no quorum.
+    The peers that showed the tip may be far behind this peer's last vote, so it abstains at all
+    heights until it contributes. They may also be on a chain that leaves this peer out, while
+    another chain counts it. A peer that is not a member of the tip, nor a voter on the way to it,
+    is a newcomer, and need not abstain. If every newcomer with an old key abstained, a few that are
+    invited together would leave no quorum.
 
     Args:
         me: the peer.
@@ -180,15 +181,15 @@ def regained(
 ) -> Regained | None:
     """Where a peer that abstains votes again once it has applied a manifest.
 
-    It does so in the manifest's generation, after one more height, if the manifest contains an
-    offer that the peer made since it came back. Let v be the height of its last vote before the
-    loss. Its present offer cannot be in a manifest below v, which was decided earlier. So the
-    height of that manifest is at least v. If the offer is an old one from the private state, the
-    height is at least v + 1. Both are behind the peer then. A generation that branches off at or
-    beyond that height began later than the loss.
+    If the manifest contains an offer that the peer made since it came back, the peer votes again in
+    the manifest's generation, after one more height. Let v be the height of its last vote before
+    the loss. A manifest below v was decided earlier, so it cannot contain the present offer. So the
+    height of the manifest that does is at least v. If the offer is an old one from the private
+    state, the height is at least v + 1. In both cases the peer is past v then. A generation that
+    branches off at or beyond that height began after the loss.
 
-    Of any other generation the peer knows nothing. It may have voted there, and may come back to
-    that generation when the parts of a swarm meet again [F1].
+    The peer knows nothing of other generations. It may have voted there, and may come back to one
+    when the parts of a swarm meet again [F1].
     """
     until, tip = _abstains_until(record), record.tip
     if manifest.parent != tip.digest:

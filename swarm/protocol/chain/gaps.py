@@ -1,10 +1,11 @@
 """Lost links of a chain, and how links of others take their place. Pure.
 
 A chain passes over heads on purpose (chain pruning). It has a *gap* where a line of its file was
-damaged. The next link then no longer follows, or may no longer follow from each head in between.
-The peer asks members for the links after its last sound one, a *page* at a time, oldest first. Each
-must be a step [L1] from the previous link. The new links take the place of the peer's own links
-there, up to one that follows from them. Pages are kept apart until then.
+damaged. Then the next link no longer follows from the last sound link, or may not follow from each
+head between the two. The peer asks members for the links after its last sound link, a *page* at a
+time, oldest first. Each link must be a step [L1] from the previous one. Once an own link of the
+peer follows from the new links, these take the place of its own links before that. Until then pages
+are kept apart.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MAX_PAGE_BYTES = 900_000
 
 @dataclass(frozen=True)
 class Question(OnWire):
-    """The links that a peer lacks: those after one place in the order of codes, up to another."""
+    """Asks for the links that a peer lacks: those after one code and up to another code."""
 
     since: CodeText
     until: CodeText
@@ -39,7 +40,7 @@ class Question(OnWire):
 
 @dataclass(frozen=True)
 class Filling:
-    """A gap between two neighbors of a chain, and the links that have come: its oldest part."""
+    """A gap between two neighbors of a chain, and the links of its oldest part that have come."""
 
     before: Link
     after: Link
@@ -94,10 +95,10 @@ def gaps(chain: Chain) -> tuple[Filling, ...]:
 
 
 def between(chain: Chain, question: Question) -> tuple[Link, ...]:
-    """The links of a chain after one place, up to the first at or beyond another.
+    """The links of a chain after one code, up to the first link at or beyond another code.
 
-    At most `MAX_LINKS` and `MAX_PAGE_BYTES`. The first has its parent's head. Empty if nothing
-    here is in the ancestry of the first place, or nothing comes after it.
+    At most `MAX_LINKS` and `MAX_PAGE_BYTES`. The first link has its parent's head. Empty if no
+    head here is in the ancestry of the first code, or no link comes after it.
     """
     at, page, num_bytes = chain.num_behind(question.since), list[Link](), 0
     for before, link in pairwise(chain.links[at - 1 :] if at else ()):
@@ -129,7 +130,7 @@ def filled(chain: Chain, path: Sequence[Link]) -> tuple[Chain, str | None]:
     links = [each for each in links if each.head.code < tip.code or each.head.digest == tip.digest]
     newest = links[-1] if links else first
     further = bisect_right(chain.links, newest.head.code, key=lambda link: link.head.code)
-    # A link that follows an own one as before stays as torn as before.
+    # A link after the same own link as before stays torn if it was torn before.
     is_own = further > at and chain.links[further - 1].head.digest == newest.head.digest
     closing = chain.links[at : further if is_own else further + 1]
     replaced = {link.head.digest for link in closing}
@@ -150,7 +151,7 @@ def _is_gap(chain: Chain, before: Link, after: Link) -> bool:
 
 
 def _whole(before: Link, link: Link) -> Link:
-    """A link with its parent's head, if that is here."""
+    """A link with its parent's head, if that head is known here."""
     if link.parent is None and is_parent(before.head, link.head):
         return replace(link, parent=before.head)
     return link

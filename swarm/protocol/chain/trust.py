@@ -1,15 +1,17 @@
-"""Why a peer believes a manifest without those before it. Pure.
+"""Why a peer believes a manifest without the manifests before it. Pure.
 
-A manifest follows from a trusted one by the certificate of a quorum of its electorate. A peer that
-was away trusts its own tip. A newcomer trusts manifest 0, which the run id binds, or the head that
-a person named. From there it walks along *links*, each a head with its certificate:
+A manifest follows from a trusted manifest by a certificate: the signatures of a quorum of the
+trusted one's voters. A peer that was away trusts its own tip. A newcomer trusts manifest 0, which
+the run id binds, or the head that a person named. From there it walks along *links*, each a head
+with its certificate:
 
-- the next height: signed by a quorum of the trusted electorate;
-- a later height: signed by a quorum of the trusted electorate and by one of its own parent's;
-- a reform of the trusted head itself: signed by voters of that head which have left for it.
+- the next height: signed by a quorum of the trusted head's voters;
+- a later height: signed by a quorum of the trusted head's voters, and by a quorum of the voters of
+  its own parent;
+- a reform of the trusted head itself: signed by voters of that head which have joined the reform.
 
-A chain keeps those links that lead to the tip from each earlier head (`pruned`). So its length
-follows the turnover of voters.
+A chain keeps those links that lead to the tip from each earlier head (`pruned`). So the number of
+links follows the turnover of voters.
 
 The second rule is that of Tendermint's light client. It is safe because any two quorums of the
 trusted electorate share a voter, and a voter signs one manifest a height. So the parent's quorum
@@ -18,9 +20,9 @@ electorate convince no peer whose trusted head is later.
 
 A reform is made because a quorum is lost, so no number of signatures shows that it had to be made.
 Peers with a tip of their own take a reform only when they hear no quorum either [F2]. Then one
-signature of its parent's electorate is enough: it keeps strangers out. A newcomer has heard nobody.
-It asks for the signature of the founder, or of more than half of the parent's anchors
-(`is_vouched_for`). A head that a person vouches for is also enough.
+signature by a voter of its parent is enough: it keeps strangers out. A newcomer has heard nobody.
+So it wants the signature of the founder, or of more than half of the parent's anchors
+(`is_vouched_for`), or a head that a person vouches for.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ from swarm.protocol.values.manifest import Code, Digest, Head, Kind, PeerId, is_
 
 Sound = Callable[[Certificate, Digest], Certificate]
 RECENT = 64
-"""So many newest links of a chain all stay; the search for a reaching link covers as many."""
+"""All of this many newest links of a chain stay. The search for a link to which one step leads
+covers as many."""
 
 
 def step_problem(before: Head, link: Link, *, is_new: bool = False) -> str | None:
@@ -104,8 +107,8 @@ def _reform_problem(
 def reform_electors(before: Head) -> frozenset[PeerId]:
     """The peers whose reform of this head others believe: its voters and the founder [F3, L2].
 
-    The founder is one whatever became of it: manifest 0 names it, and everybody trusts manifest 0.
-    If it alone is left with trainees, somebody must be able to bring them together.
+    The founder is one of them even if it has left: manifest 0 names it, and all trust manifest 0.
+    If the founder alone is left with trainees, somebody must be able to bring them together.
     """
     return frozenset([before.founder, *before.voters])
 
@@ -114,8 +117,8 @@ def is_vouched_for(before: Head, signers: Collection[PeerId]) -> bool:
     """Whether these signatures of a reform convince a peer that has heard nobody [L2].
 
     The founder's signature does, since its key made the run. The signatures of more than half of
-    the parent's anchors do too, so that a run outlives its founder. Votes that strangers have
-    earned do not: they show how many keys somebody has, and not for whom the keys speak.
+    the parent's anchors do too, so that a run outlives its founder. The signatures of strangers
+    that have earned votes do not: they show how many keys somebody has, not who holds them.
     """
     anchors = before.anchored
     return before.founder in signers or 2 * len(anchors.intersection(signers)) > len(anchors) > 0
@@ -164,8 +167,8 @@ class Foothold:
     ) -> tuple[Link, ...] | None:
         """The path with only valid signatures, if it proves a manifest that beats the tip.
 
-        This is checked before a byte of the manifest is fetched, so only decided ones are. The
-        signatures of a link are checked once all links before it hold.
+        This is checked before a byte of the manifest is fetched, so only decided manifests are
+        fetched. The signatures of a link are checked once all links before it hold.
 
         Args:
             path: the path of a COMMIT.
@@ -202,7 +205,7 @@ class Foothold:
 
 
 def counted(link: Link, before: Sequence[Link]) -> tuple[Certificate, Digest]:
-    """A certificate with only those signatures that can count, so that no others cost time."""
+    """A certificate with only those signatures that can count: others are not worth a check."""
     assert link.certificate is not None
     electors = {*reform_electors(before[-1].head), *(link.parent.voters if link.parent else ())}
     signatures = link.certificate.signatures
@@ -213,8 +216,8 @@ def counted(link: Link, before: Sequence[Link]) -> tuple[Certificate, Digest]:
 def with_reforms(links: Sequence[Link], before: Sequence[Link]) -> tuple[Link, ...]:
     """The links that replace those on disk; reforms of other branches stay, too.
 
-    The record before the newest one, which is read when the newest is damaged, may be on such a
-    branch. Without its reforms this peer would not know which heads to trust, see `Chain.trusted`.
+    If the newest record is damaged, the previous one is read, and it may be on such a branch.
+    Without the branch's reforms this peer would not know which heads to trust, see `Chain.trusted`.
     Each reform has its parent's head, from which others may begin their proofs.
     """
     known = {link.head.digest for link in links}
@@ -231,14 +234,15 @@ def pruned(links: Sequence[Link], recent: int = 0) -> tuple[Link, ...]:
     Policy: chain pruning.
 
     A head is left out if more than half of its voters signed the next link that stays, so that one
-    step leads there [L1]. The number of links follows the turnover of voters. A certificate reaches
-    over all heads between if none of its signers is new since the last link that stays. Such a
-    certificate is searched for among `RECENT` links.
+    step leads there [L1]. The number of links follows the turnover of voters. From a link that
+    stays, one step passes over all heads up to a later link, if no signer of that link is new since
+    then. Such a link is searched for among the next `RECENT` links.
 
     Args:
         links: heads of one ancestry, oldest first. They may have passed over heads themselves.
-        recent: number of the last links that all stay, since a later one may reach over all before
-            it. Until then the first of each electorate stays, for all others with these voters.
+        recent: all of this many last links stay, since a later link may pass over all links before
+            it. Until there is one, the first link of each electorate stays for all links with the
+            same voters.
     """
     kept, at, end = [links[0]], 0, len(links) - recent
     while at < len(links) - 1:
@@ -268,7 +272,7 @@ def _furthest(links: Sequence[Link], at: int) -> int:
 
 
 def _first_of_each_electorate(links: Sequence[Link], at: int, end: int) -> list[Link]:
-    """The links after `at`; before `end` without those that have the voters of the link before.
+    """The links after `at`, without those before `end` that have the voters of the previous link.
 
     All links from `end` on are kept.
     """
@@ -281,7 +285,7 @@ def _first_of_each_electorate(links: Sequence[Link], at: int, end: int) -> list[
 
 
 def _is_spare(links: Sequence[Link], last: int, at: int) -> bool:
-    """Whether a link may be left out: from its head, too, one step leads to the next link."""
+    """Whether a link may be left out: one step leads from its head, too, to the next link."""
     before, link, after = links[at - 1 : at + 2]
     return (
         link.head.voters == links[last].head.voters
@@ -294,7 +298,7 @@ def _is_spare(links: Sequence[Link], last: int, at: int) -> bool:
 
 
 def _joined(links: Sequence[Link], last: int, at: int) -> Link:
-    """A link that follows one further back, with its parent's head if that is left out."""
+    """A link after an earlier link than before, with its parent's head if that is left out."""
     link, before = links[at], links[at - 1]
     if at == last + 1:
         return link
@@ -465,9 +469,9 @@ class Chain:
     def proof(self, since: Code | Digest | None = None) -> tuple[Link, ...]:
         """A path to the tip for a peer with another tip.
 
-        It begins with the last head here that is before that tip, and leads on from each head
-        between (`rooted`). A peer that adopts the path can prove the tip to all to whom this peer
-        can.
+        The path begins with the last head here that is before the other tip, and leads on from each
+        head in between (`rooted`). A peer that adopts the path can then prove the tip to all peers
+        to which this peer can prove it.
 
         Args:
             since: code of the other peer's tip, or digest of a head that it trusts; None: oldest.

@@ -1,4 +1,4 @@
-"""Values made from deltas (delta fetches), and the remainders that means of deltas leave. Pure."""
+"""Values made from deltas (delta fetches), and what a mean of deltas rounds off. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from swarm.protocol.values.manifest import Digest, Manifest, Unit
 
 MAX_DELTAS = 8
-"""Most deltas on the way to one value; a peer that lacks more fetches the value."""
+"""Most deltas from a stored value to a wanted one; a peer that lacks more fetches the value."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def way_to(
     """The moves that lead from a value that is `stored` to the wanted one, in their order.
 
     Returns:
-        None if there is no such way, or the value itself has fewer bytes.
+        None if no moves lead there, or if the value itself has fewer bytes than the deltas.
     """
     way: list[Move] = []
     while value not in stored:

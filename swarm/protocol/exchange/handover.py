@@ -1,12 +1,12 @@
 """Moments of experts that change owners: who gives them to whom, and how long both wait.
 
-An owner that loses an expert by a manifest offers its newest moments to those that own the expert
-from then on. A new owner trains on at once, with zero moments. It asks the owners before it, and
-adds their moments as soon as these arrive. `Giving` and `Taking` are the two sides. They take the
-time as an argument and decide; a peer's network, or the simulator, asks, answers and fetches.
+An owner that loses an expert by a manifest offers its newest moments to the peers that own the
+expert from then on. A new owner trains on at once, with zero moments. It asks the previous owners,
+and adds their moments as soon as these arrive. `Giving` and `Taking` are the two sides. They take
+the time as an argument and decide; a peer's network, or the simulator, asks, answers and fetches.
 
-No manifest names a moments blob, no agreed value depends on one, and nobody waits for one. So all
-of this is outside agreement, and a lie in it costs no more than a bad learning rate for one expert.
+No manifest names a moments blob, no agreed value depends on one, and nobody waits for one. So the
+peers need not agree on moments. A false one costs no more than a bad learning rate for one expert.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ class Moments(OnWire):
 def transfer_limit_s(num_bytes: int) -> float:
     """How long these bytes of moments are worth waiting for.
 
-    Three times what they take on the slowest link that runs are meant for, 20 Mbit/s. So an expert
-    of SPES 7B (2.4 GB with masters) gets 48 minutes, where a step takes a minute.
+    The limit is three times the time that they take on the slowest link that runs are meant for,
+    20 Mbit/s. So an expert of SPES 7B (2.4 GB with masters) gets 48 minutes; a step takes one.
     """
     return max(SHORTEST_TRANSFER_S, SAFETY * num_bytes / ASSUMED_RATE_BYTES_PER_S)
 
 
 def moments_layout(layout: Layout, expert: int, *, with_master: bool) -> UnitLayout:
-    """The layout of a moments blob: fp32, each of the run's moments, then masters.
+    """The layout of a moments blob: each of the run's moments, then masters, all in fp32.
 
-    Masters are part of it only where the wire rounds experts. Tensors are named as in
-    `moments_shapes`, each group in the order of the expert's unit.
+    Masters are part of the blob only if experts are rounded on the wire. Tensors are named as in
+    `moments_shapes`. Within each moment, and in the masters, they have the order of the unit.
     """
     pieces = layout.by_unit[expert_unit(expert)].slices
     kinds = (*layout.moments, MASTER) if with_master else layout.moments
@@ -101,8 +101,8 @@ def handed_over(
 ) -> dict[int, tuple[PeerId, ...]]:
     """Each expert of `me` in `previous` -> its new owners in `manifest`, which need the moments.
 
-    So a leaver hands over all its experts, a peer with more than its share the surplus, and a
-    co-owner that stays the shared ones.
+    So a peer that leaves hands over all its experts. A peer with more than its share hands over the
+    surplus. A co-owner that stays hands over experts that get a further owner.
     """
     newcomers = {}
     for expert, owners in sorted(manifest.owners.items()):
@@ -145,7 +145,7 @@ class Giving:
         )
 
     def asked(self, peer: PeerId, settled: Collection[Digest], now_s: float) -> tuple[Moments, ...]:
-        """Moments that a peer which asks may fetch, without those that it no longer needs."""
+        """Moments that an asking peer may fetch, without those that it no longer needs."""
         for moments, out in self._out.items():
             if peer in out.waits_for and moments.digest in settled:
                 out.waits_for.discard(peer)
@@ -228,7 +228,7 @@ class Taking:
         return bool(self._searches)
 
     def whom_to_ask(self) -> list[PeerId]:
-        """Peers that have, or may yet have, the wanted moments; also while these are fetched."""
+        """Peers that have, or may still get, the wanted moments; also while these are fetched."""
         givers = (peer for search in self._searches.values() for peer in search.givers)
         return list(dict.fromkeys(givers))
 
@@ -255,7 +255,7 @@ class Taking:
         return moments.expert == search.expert and moments.round >= search.version
 
     def _may_come(self, search: Search, now_s: float) -> bool:
-        """Whether a giver is waited for: for a while, and as long as other moments come from it."""
+        """Whether to wait for a giver: for a while, and while other moments come from it."""
         busy = {other.source for other in self._searches.values()}
         is_early = now_s <= search.until_s and bool(search.givers)
         return is_early or not busy.isdisjoint(search.givers)

@@ -26,7 +26,7 @@ class FetchAttempts:
     Attributes:
         begin_s: when the first attempt began.
         most_bytes: the most bytes that were here after any attempt.
-        moved_s: when that last rose.
+        moved_s: when `most_bytes` last rose.
         failures: attempts in a row that brought nothing.
         next_s: when the next attempt begins.
         whole_s: how long the state may take to become whole.
@@ -73,7 +73,7 @@ class FetchAttempts:
         return self.begin_s + self.whole_s - now_s
 
     def why_given_up(self, now_s: float) -> str | None:
-        """Why no further attempt is made; None while one is."""
+        """Why no further attempt is made; None while attempts continue."""
         if now_s - self.moved_s >= STALLED_S:
             return f"nothing of it came for {(now_s - self.moved_s) / 3600:.1f} h"
         if self.left_s(now_s) <= 0:
@@ -127,7 +127,7 @@ class _Job(Generic[Key]):
     peer: str | None = None
     """The peer that was asked; None while the job waits."""
     rests: dict[str, _Rest] = field(default_factory=dict)
-    """For each peer that did not have it, the last rest."""
+    """For each peer that did not have the bytes, its last rest for this job."""
     resting: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
 
@@ -151,7 +151,7 @@ class Sourcing(Generic[Key]):
         self._waiting: dict[str, dict[Key, None]] = {}
         """For each peer the jobs that it could do, oldest first (a dict as an ordered set)."""
         self._preferred: dict[str, dict[Key, None]] = {}
-        """For each peer those of its possible jobs whose first source it is."""
+        """For each peer, the jobs that name it as their first source."""
         self._loads: dict[str, _Load] = {}
         self._rests: dict[str, _Rest] = {}
         self._resting: list[tuple[float, int, Key, str]] = []
@@ -189,7 +189,7 @@ class Sourcing(Generic[Key]):
         self.forget(key)
 
     def released(self, key: Key) -> None:
-        """Puts a job back that is not being asked for after all; this counts as no failure."""
+        """Puts back a job that was assigned but not asked for; this counts as no failure."""
         job = self._jobs.get(key)
         if job:
             self._unload(job)
@@ -227,7 +227,7 @@ class Sourcing(Generic[Key]):
 
     def _longer(self, rest: _Rest | None, why: str, now: float) -> _Rest:
         if rest and rest.until > now:
-            return rest  # the other flows of the same peer broke with it: one failure
+            return rest  # the peer's other flows broke at the same time: one failure
         failures = rest.failures + 1 if rest else 1
         length_s = backoff_s(failures, self._limits.rest_s, self._limits.longest_rest_s)
         return _Rest(now + length_s, failures, why)
@@ -237,8 +237,8 @@ class Sourcing(Generic[Key]):
 
         At most `most` jobs are assigned, if it is given: ask again for the others.
 
-        The least loaded peer chooses first. It takes its oldest job whose preferred sources are all
-        busy. So a source further down the list helps as soon as those before it are full.
+        The least loaded peer chooses first. It takes its oldest job whose earlier sources are all
+        busy. So a source further down the list helps as soon as the sources before it are full.
         """
         self._wake(now)
         assignments = _Turn(self, now, _SCAN).assign(most)
@@ -339,8 +339,8 @@ def _remove(queues: dict[str, dict[Key, None]], peer: str, key: Key) -> None:
 class _Turn(Generic[Key]):
     """One call of `Sourcing.assign`.
 
-    During the call peers only become full. So the first free source of a job only moves down its
-    list, and nothing is looked at twice, however many sources and jobs there are.
+    During the call, peers can become full but not free. So the first free source of a job only
+    moves down the job's list, and no source is looked at twice.
     """
 
     def __init__(self, sourcing: Sourcing[Key], now: float, scan: int | None) -> None:
@@ -355,7 +355,7 @@ class _Turn(Generic[Key]):
         self._places: dict[Key, int] = {}
         """For each job, how many sources from its first on are known not to be free."""
         self._passed: set[str] = set()
-        """Free peers that found no job, until one before them is full."""
+        """Free peers that found no job; dropped once a source before them becomes full."""
 
     def assign(self, most: int | None) -> list[Assignment[Key]]:
         """The least loaded free peer chooses first; of several, the first by name."""
@@ -385,7 +385,7 @@ class _Turn(Generic[Key]):
         return self._all._load(peer).num_bytes, peer
 
     def _next_job(self, peer: str) -> _Job[Key] | None:
-        """The oldest job that waits for this peer; beyond those looked at, one that prefers it."""
+        """The oldest job for this peer; if none of the first `_SCAN` suits, one that prefers it."""
         for job in self._oldest(peer):
             if self._first_free(job) == peer:
                 return job

@@ -31,8 +31,8 @@ from swarm.protocol.values.manifest import (
 
 TRIAL_ROUNDS = 10
 """Rounds that have to count a trainee before it votes, and before a newcomer owns more than the
-fair share (ownership cap). A peer that claims a capacity but cannot do the work, or leaves, has
-then held up few experts."""
+fair share (ownership cap). So a peer that claims a capacity but cannot do the work, or leaves
+early, holds up few experts."""
 
 
 Members = Mapping[PeerId, Member]
@@ -51,16 +51,16 @@ Elect = Callable[[Members, Collection[PeerId], str], Electorate]
 
 
 def most_unvouched(num_vouched: int) -> int:
-    """The most voters that may be without an anchor's word, for so many vouched members.
+    """The most voters that no anchor vouches for, given the number of vouched members.
 
     They are less than a third of all voters, so they form no majority and block none. With one or
-    two vouched voters, none are allowed: half of two votes decides, with the first convener's.
+    two vouched voters, none are allowed: of two votes, the first convener's alone decides.
     """
     return max(0, (num_vouched - 1) // 2)
 
 
 def with_voters(members: Members, contributors: Collection[PeerId], seed: str) -> Electorate:
-    """Gives votes to vouched members and to trainees that earned them; takes some away [R7].
+    """Gives votes to vouched members and to trainees that earned votes; takes some away [R7].
 
     An unvouched voter becomes a trainee again when too few vouched members are left.
 
@@ -75,7 +75,7 @@ def with_voters(members: Members, contributors: Collection[PeerId], seed: str) -
     """
     vouched = {peer for peer, member in members.items() if member.vouched}
     voted = {peer for peer, member in members.items() if member.votes}
-    if not vouched:  # nobody is left that could be outvoted
+    if not vouched:  # no vouched member is left that others could outvote
         return Electorate(dict(members), ()) if voted else _heir(members, seed)
     most, unvouched = most_unvouched(len(vouched)), voted - vouched
     kept = _by_work(members, unvouched, seed)[:most]
@@ -112,24 +112,25 @@ def counted(member: Member, is_counted: bool) -> Member:
 
 
 def on_trial(members: Mapping[PeerId, Member]) -> tuple[PeerId, ...]:
-    """Members that joined lately."""
+    """Members that fewer than `TRIAL_ROUNDS` rounds have counted since they joined."""
     return tuple(peer for peer, member in members.items() if member.counted < TRIAL_ROUNDS)
 
 
 def steadiest(
     members: Mapping[PeerId, Member], peers: Collection[PeerId], setbacks: int, *, seed: str
 ) -> frozenset[PeerId]:
-    """The peers of a round that had to be restarted because trainees were missing from it.
+    """The peers that stay in a round which was restarted because trainees were missing from it.
 
     Policy: roster repair.
 
     However many keys vanish one after the other, a campaign restarts only a few times. Voters stay.
-    From the second setback on a quarter of the trainees stay, those counted in the most rounds;
-    then a quarter of these, and so on. The experts of the others come later (late offers).
+    At the second setback the quarter of the trainees that was counted in the most rounds stays. At
+    each further setback a quarter of these stays. The experts of the others come later
+    (late offers).
 
     Args:
         members: members of the tip.
-        peers: peers that have offered and were not missed.
+        peers: peers that have offered and were not missing.
         setbacks: how often the round was restarted without trainees.
         seed: draws the order of trainees that were counted equally often.
     """
@@ -170,8 +171,8 @@ def _heir(members: Members, seed: str) -> Electorate:
 
 
 MAX_ABSENT = 1024
-"""The most vouched former members that a manifest remembers. Those without invitations to give are
-forgotten first; among equals, the first that left."""
+"""The most vouched former members that a manifest remembers. Members without invitations to give
+are forgotten first; among equals, those that left first."""
 NOTHING_SAID: Mapping[PeerId, Any] = MappingProxyType({})
 
 
@@ -207,20 +208,21 @@ def next_members(
     """Counts silence, removes leavers, takes joiners in, and gives votes to peers that earned them.
 
     A stranger starts as a trainee. The founder votes at once, and so do peers that an anchor
-    vouches for now or did before. In a run that is not open, nobody else may join. Not contributing
-    never removes a voter: otherwise the rounds that a slow majority misses would vote it out.
+    vouches for, or vouched for before. In a run that is not open, nobody else may join. A voter is
+    never removed for not contributing. Otherwise a slow majority would lose its votes by the rounds
+    that it misses.
 
     Args:
         parent: manifest whose members decide.
         heard: peers that sent any READY to the convener in this campaign.
         contributors: peers whose offers are in the round.
         leaving: peers that asked to leave.
-        joiners: capacity of strangers that asked to join. At most as many join as there are
-            members (at least one), in an order that the seed draws.
+        joiners: capacity of strangers that asked to join. The number of members (at least one) is
+            the most that join, in an order that the seed draws.
         seed: draws that order.
         silent_limit: K; a member is removed after more than so many silent rounds.
         capacities: of members that declared one in this campaign; others keep theirs.
-        rooms: likewise, and of joiners.
+        rooms: of members that declared one, and of joiners; others keep theirs.
         guests: who may join, and whom anchors vouch for; None: anybody may join, as a trainee.
         elect: gives votes.
 
@@ -276,7 +278,7 @@ def absent_after(
 
 
 def come_back(parent: Manifest, peer: PeerId, capacity: float) -> Member | None:
-    """A peer vouched for before, or the founder, as a member again; None for any other peer."""
+    """A former vouched member, or the founder, as a member again; None for any other peer."""
     if before := parent.absent.get(peer):
         new = Member(1, capacity, counted=0, invites=before.invites, given=before.given)
         return replace(new, weight=before.weight)
@@ -302,9 +304,9 @@ class Guests:
 
     Attributes:
         shown: the credential of each peer that has shown one.
-        uses: uses of invitations, by the parent and by guests since.
-        came_with: the credentials of these guests.
-        given: how many peers each of their inviters has let in by now.
+        uses: uses of invitations, as in the parent and by guests taken in since.
+        came_with: the credentials of the guests taken in since.
+        given: how many peers each inviter of these guests has let in by now.
     """
 
     parent: Manifest
@@ -325,7 +327,7 @@ class Guests:
     def vouched_for(
         self, members: Mapping[PeerId, Member]
     ) -> tuple[dict[PeerId, Member], list[str]]:
-        """The members, with what anchors vouch for from now on, and a sentence about each."""
+        """The members, with what anchors now vouch for, and a sentence about each change."""
         known, reasons = dict(members), []
         for peer in sorted(self.shown.keys() & members.keys()):
             if not self.is_raised(peer, members[peer]):

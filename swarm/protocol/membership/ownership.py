@@ -16,9 +16,9 @@ from swarm.protocol.values.manifest import ALL_EXPERTS, Manifest, PeerId, turn
 
 NO_ROOMS: Mapping[PeerId, int] = MappingProxyType({})
 GREED = 2
-"""A member owns at most this many fair shares (all places divided by the members, rounded up),
-whatever capacity it claims; on trial, one. Nobody can check what a machine is able to do, and all
-that a peer owns is lost or held up with it."""
+"""A member owns at most this many fair shares, whatever capacity it claims; on trial, one. A fair
+share is all places of owners divided by the members, rounded up. Nobody can check what a machine is
+able to do, and if a peer fails, all that it owns is lost or held up."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Assignment:
     owners: dict[int, tuple[PeerId, ...]]
     """The owners of each expert, in peer-id order."""
     reasons: tuple[str, ...]
-    """A sentence per expert and peer that changed hands, in the order of the decisions."""
+    """A sentence for each expert that a peer got or lost, in the order of the decisions."""
 
 
 def assign(
@@ -46,26 +46,28 @@ def assign(
 ) -> Assignment:
     """Moves only experts that must move, or whose move strictly balances the load.
 
-    Capacities determine the shares, within limits (ownership cap), as long as contributors within
-    their own limits can take the rest. Nobody gets an expert that does not fit. An expert that fits
-    nowhere has no owner until a member has room for it. First owners come before any second ones. A
-    member with less room than experts keeps those that no contributor can take.
+    Capacities determine the shares, within limits (ownership cap). A limit is exceeded only if no
+    contributor within its own limit can take an expert. Nobody gets an expert that does not fit. An
+    expert that fits nowhere has no owner until a member has room for it. Each expert gets a first
+    owner before any gets a second one. A member that owns more experts than it has room for keeps
+    those that no contributor can take.
 
     Args:
         previous: owners so far; experts may be missing.
         members: capacity of each member of the new manifest.
-        contributors: peers that finished the round; others get what fits none of these.
-        stale: experts that were not renewed for too many rounds; their owners that did not
-            contribute lose them.
+        contributors: peers that finished the round; others get only what fits no contributor.
+        stale: experts that were not renewed for too many rounds. An owner that did not contribute
+            loses a stale expert.
         rooms: how many experts fit the machine of each member; without an entry, all of them.
-        silent: members that lose all their experts, though they may come back in time to vote.
+        silent: members that lose all their experts; they may still come back before they lose
+            their votes.
         on_trial: members that joined lately.
         owners_per_expert: R; an expert has min(R, members) owners, or all members with room.
         num_experts: experts 0 .. num_experts - 1.
         seed: breaks ties, so that they do not always favor the same peer.
 
     Returns:
-        The assignment. Idempotent: feeding it back changes nothing.
+        The assignment. If it is passed back as `previous`, nothing changes.
     """
     if not members:
         return Assignment(dict.fromkeys(range(num_experts), ()), ())
@@ -156,7 +158,7 @@ class _Work:
         return self._able(expert, self.peers)
 
     def _able(self, expert: int, peers: Iterable[PeerId]) -> list[PeerId]:
-        """Those of these peers that an expert fits; if there are any, those within their limits."""
+        """Those of these peers that an expert fits; if some are within their limits, only these."""
         fitting = [p for p in peers if p not in self.owners[expert] and self._fits(p)]
         return [peer for peer in fitting if self._has_room(peer)] or fitting
 
@@ -185,10 +187,10 @@ class _Work:
     def balance(self, wanted: int) -> None:
         """Moves one expert at a time to a contributor whose share stays below the giver's.
 
-        Experts beyond a member's limit or room go to any contributor within its own. The loop ends:
-        each move lowers that excess, or keeps it and lowers the shares, sorted from the largest,
-        lexicographically. Where a move makes room for an expert that lacks an owner, the number of
-        owners rises.
+        Experts beyond a member's limit or room go to any contributor that is within its own. The
+        loop ends. Each move lowers the number of such experts, or keeps it and lowers the shares in
+        lexicographic order, with the largest share first. If a move makes room for an expert
+        without an owner, the number of owners rises.
         """
         while self._move_one():
             self.fill(wanted)
@@ -230,7 +232,7 @@ class _Work:
         ]
         if not movable:
             return False
-        # An expert that the giver does not own yet costs nothing to give to another.
+        # To pass on an expert that the giver has only just been assigned costs nothing.
         expert = min(
             movable,
             key=lambda expert: (
@@ -324,8 +326,8 @@ def why_paused(tip: Manifest, rooms: Mapping[PeerId, int], least: float) -> str 
     Args:
         tip: the manifest to train from.
         rooms: experts that fit the machines of peers that are present, members or not.
-        least: share of the experts that must have an owner. If fewer have one, enough room for so
-            many on the machines that are present will do: a round gives them owners.
+        least: share of the experts that must have an owner. If fewer have one, it is enough that
+            the machines present have room for this share: a round then assigns owners.
     """
     num_experts = len(tip.owners)
     wanted, owned = ceil(least * num_experts), num_experts - len(tip.ownerless)
@@ -340,7 +342,7 @@ def why_paused(tip: Manifest, rooms: Mapping[PeerId, int], least: float) -> str 
 
 
 def losses_survived(num_experts: int, rooms: Collection[int], least: float = 1.0) -> int | None:
-    """How many members, whichever they are, may be lost before too few experts have an owner.
+    """How many members, whichever they are, may be lost while enough experts keep an owner.
 
     Args:
         num_experts: experts of the run.

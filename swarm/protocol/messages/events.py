@@ -1,7 +1,7 @@
 """The events that go into the round machine, and the effects that come out of it.
 
-The shell hands events in one at a time and carries the returned effects out in order. Each is
-finished before the next begins, so a `Persist` is durable before the `Send` after it leaves.
+The shell hands events in one at a time and carries the returned effects out in order. Each effect
+ends before the next begins. So a `Persist` is durable before the message of a later `Send` leaves.
 Long work (fetching, syncing, reducing, merging) is only started by its effect; the result comes
 back as an event. Nothing here knows a clock, a disk or a socket.
 """
@@ -23,8 +23,8 @@ from swarm.protocol.values.updates import UpdateBound
 class Regained(OnWire):
     """The height after which a peer votes again, once its record was lost or rolled back [P5].
 
-    It cannot have voted beyond that height of that generation before. So after it, the peer knows
-    all its votes.
+    Before the loss, the peer cannot have voted beyond that height of that generation. So beyond it,
+    the peer knows all its votes.
     """
 
     generation: Generation
@@ -42,11 +42,11 @@ class Record:
     """The tip's parent, which is needed to redo a merge."""
     promised: messages.Ballot | None = None
     accepted: messages.Accepted | None = None
-    """Both refer to the height after the tip."""
+    """Promise and vote are for the height after the tip."""
     abstain_until_height: int = 0
     """A peer whose record a damaged disk rolled back casts no vote up to this height [P5]."""
     regained: Regained | None = None
-    """The generation for which another height holds, if any."""
+    """The generation in which the peer votes again after another height, if there is one."""
 
 
 # ---------------------------------------------------------------- events
@@ -101,9 +101,9 @@ class Unobtainable:
 
 @dataclass(frozen=True)
 class NotMade:
-    """A value that was to be made from a delta came out with another digest, or not at all [W6].
+    """A value could not be made from a delta: it has another digest, or the attempt failed [W6].
 
-    The event says nothing of the value itself, which may have come from another peer meanwhile.
+    The value may still be here: another peer may have sent it meanwhile.
     """
 
     digest: Digest
@@ -112,7 +112,7 @@ class NotMade:
 
 @dataclass(frozen=True)
 class Undeliverable:
-    """A peer's machine refused a message: as far as anybody knows, nothing listens there now."""
+    """A peer's machine refused a message, so its process probably does not run."""
 
     peer: PeerId
 
@@ -126,7 +126,7 @@ class Synced:
 
 @dataclass(frozen=True)
 class SyncFailed:
-    """The blobs of this manifest could not be made durable, and nothing tries again by itself."""
+    """The blobs of this manifest could not be made durable. The shell does not try again itself."""
 
     manifest: Digest
     reason: str
@@ -166,7 +166,7 @@ class Discovered:
 
 @dataclass(frozen=True)
 class HeadsFound:
-    """Members have sent links that the chain had lost, without their invalid signatures."""
+    """Members have sent links that the chain had lost; invalid signatures are dropped."""
 
     links: tuple[messages.Link, ...]
     """The link before the gap, and steps from there, oldest first."""
@@ -243,7 +243,7 @@ class Send(NamedTuple):
 
 @dataclass(frozen=True)
 class Fetch:
-    """Get these blobs, rotating over their sources, until cancelled or replaced."""
+    """Get these blobs, from their sources in turn, until the fetch is cancelled or replaced."""
 
     purpose: Purpose
     wants: tuple[BlobWanted, ...]
@@ -260,7 +260,7 @@ class CancelFetch:
 class Sync:
     """Make all blobs of the manifest durable, then report `Synced`, or `SyncFailed`.
 
-    These are the values of all units, and those of its deltas that are here.
+    The blobs are the values of all units, and those deltas of the manifest that are here.
     """
 
     manifest: Manifest
@@ -322,7 +322,7 @@ class Keep:
 
 @dataclass(frozen=True)
 class Left:
-    """This peer has left the run, or need not wait any longer to leave it."""
+    """This peer has left the run, or need not wait any longer before it leaves."""
 
     reason: str
 

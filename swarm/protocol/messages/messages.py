@@ -1,7 +1,7 @@
 """The eight messages that peers exchange to agree on a manifest.
 
-The connection that a message came on identifies its sender. Its header is bound when the message is
-created, so a vote never crosses tips, generations or electorates [H1, H2].
+The connection that a message came on identifies its sender. A message keeps the header that its
+sender had when it was created, so a vote never crosses tips, generations or electorates [H1, H2].
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Uplinks = Annotated[
 """Uplink of each peer in Mbit/s; 0: not known."""
 MAX_REPORTS = 4096
 MAX_ATTEMPT = 2**31
-"""Nobody begins, sends or believes a later attempt (attempt limit)."""
+"""No peer begins, sends or believes an attempt above this (attempt limit)."""
 
 
 @dataclass(frozen=True, order=True)
@@ -80,7 +80,7 @@ class OfferedUnit(schemas.OnWire):
     """One unit's value as its owner offers it."""
 
     digest: schemas.DigestText
-    """Digest of the value; for a unit whose deltas are averaged, that of the delta alone."""
+    """Digest of the value; for a unit whose deltas are averaged, digest of the delta."""
     num_bytes: schemas.Count
     base: schemas.DigestText
     """Digest of the agreed value that it was trained from [S3]."""
@@ -102,7 +102,7 @@ class Offer(schemas.OnWire):
 
     @cached_property
     def is_late(self) -> bool:
-        """Whether it holds only experts, like that of a peer left out by earlier rounds.
+        """Whether the offer holds only experts, as one by a peer that earlier rounds left out.
 
         Policy: late offers.
         """
@@ -182,15 +182,15 @@ class Evidence(schemas.OnWire):
     roster_id: schemas.DigestText
     """The roster under which the reducers signed."""
     reports: Annotated[tuple[Report, ...], Field(max_length=MAX_REPORTS)]
-    """Results of the reducers; for a unit, the first report of its reducer that has it counts."""
+    """Results of the reducers. For each unit, its reducer's first report with the unit counts."""
 
 
 @dataclass(frozen=True)
 class Certificate(schemas.OnWire):
     """Why a manifest counts as decided: the signed ACCEPTs of a quorum of the parent's voters.
 
-    For a reform: the ACCEPTs of those electors of its parent that have joined it, under ballot 0 of
-    its author. They need be no quorum: with a quorum, no reform would have been needed.
+    For a reform: the ACCEPTs of those voters of its parent that have joined it, under ballot 0 of
+    its author. These need not be a quorum: with a quorum, no reform would have been made.
     """
 
     ballot: PossibleBallot
@@ -207,8 +207,8 @@ class Link(schemas.OnWire):
     parent: schemas.NamedHead | None = None
     """Its parent's head, unless that is the link before."""
     alike: Annotated[bool, Field(exclude_if=operator.not_)] = False
-    """Whether the heads between the link before and this one all have the voters of the former;
-    left out of the JSON where it is false."""
+    """Whether all heads between the previous link and this one have the previous link's voters;
+    left out of the JSON if false."""
 
 
 @dataclass(frozen=True)
@@ -234,12 +234,12 @@ class Accepted(schemas.OnWire):
     ballot: PossibleBallot
     manifest: Annotated[Manifest, schemas.BESIDE]
     evidence: Annotated[Evidence, schemas.BESIDE] | None = None
-    """None for a merge. A convener that proposes the manifest again shows this again [C2]."""
+    """None for a merge. A convener that proposes the manifest again sends it again, too [C2]."""
 
 
 @dataclass(frozen=True)
 class Ready(schemas.OnWire):
-    """Phase 1b and the offer; with a higher ballot a refusal, from a stranger a wish to join."""
+    """Phase 1b with the offer. With a higher ballot: a refusal. From a stranger: a wish to join."""
 
     ballot: PossibleBallot
     offer: Annotated[Offer, schemas.BESIDE] | None
@@ -247,8 +247,8 @@ class Ready(schemas.OnWire):
     capacity: schemas.Capacity
     leave: bool = False
     dialable: bool = True
-    """Whether others can dial the sender, and it did not get stuck as a reducer lately. Otherwise
-    it is asked to reduce only if nobody else can."""
+    """Whether others can dial the sender, and it was not stuck as a reducer lately. Otherwise it is
+    asked to reduce only if nobody else can."""
     remaining_s: schemas.Seconds | None = None
     """Expected time until the sender's local steps are done; None: it does not know."""
     worked_s: schemas.Seconds = 0.0
@@ -256,11 +256,12 @@ class Ready(schemas.OnWire):
     fetched_s: schemas.Seconds = 0.0
     """How long the sender took to fetch the tip before it could begin its steps."""
     wish: schemas.SignatureText | None = None
-    """With `leave`: signs `leave_statement`, so that nobody else can have the sender leave."""
+    """With `leave`: signature over `leave_statement`, so that nobody else can make the sender
+    leave."""
     credential: Credential | None = None
     """Shown by a peer for which an anchor vouches, until a manifest says so [R8]."""
     stalls_in_s: schemas.Seconds | None = None
-    """Where rounds overlap: time until the sender would wait for the decision; None: it waits."""
+    """Where rounds overlap: time until the sender has no steps left; None: it has none now."""
     uplink_mbit: schemas.Uplink = 0
     """Measured uplink of the sender; 0: not known (balanced uploads)."""
     room: schemas.Room = ALL_EXPERTS
@@ -272,7 +273,7 @@ class Ready(schemas.OnWire):
 
     @cached_property
     def declared(self) -> Declared:
-        """The part of it that others may be shown."""
+        """The part of the READY that others may be shown."""
         said = declaration_of(self.offer, self.capacity, self.leave, self.room)
         return Declared(said, self.signature)
 
@@ -299,7 +300,7 @@ class ReducedUnit(schemas.OnWire):
     digest: schemas.DigestText
     num_bytes: schemas.Count
     delta: schemas.DigestIfAny = None
-    """The blob that makes it from the agreed value before, where deltas are averaged
+    """Where deltas are averaged: the blob that makes the mean from the previous agreed value
     (delta means)."""
 
 
@@ -357,7 +358,7 @@ class Commit:
     certificate: Certificate | None
     parent: Manifest | None
     path: tuple[Link, ...] = ()
-    """Proves the manifest to a peer whose tip is not the parent; ends with the manifest's link."""
+    """Proves the manifest to a peer whose tip is not its parent; ends with the manifest's link."""
 
 
 Message = Hello | Prepare | Ready | Roster | Reduced | Propose | Accept | Commit

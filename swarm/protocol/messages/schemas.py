@@ -33,11 +33,12 @@ from swarm.protocol.values.strict import Strict
 
 MAX_REASON_CHARACTERS = 120
 MAX_LINKS = 256
-"""Most links of one proof. Each reaches over some five changes of voters, see `trust.pruned`."""
+"""Most links of one proof. One link passes over some five changes of voters (`trust.pruned`)."""
 
 _HEX_DIGEST = r"^[0-9a-f]{64}$"
 PEER = r"^[1-9A-HJ-NP-Za-km-z]{1,52}$"
-"""Base58, at most as long as an id of an Ed25519 key; a peer that signs or is dialed has one."""
+"""Base58, at most as long as the id of an Ed25519 key, which each peer that signs or is dialed
+has."""
 _UNIT = r"^(expert|shared)\.[0-9]{1,6}$"
 _SIGNATURE = r"^[A-Za-z0-9+/]{85}[AQgw]==$"
 GENERATION = r"^[0-9a-f]{1,32}$"
@@ -46,7 +47,7 @@ IS_PEER, IS_UNIT, IS_SIGNATURE = re.compile(PEER), re.compile(_UNIT), re.compile
 IS_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")
 MAX_REFORMS = 512
 MAX_HOLDERS = 16
-"""Most holders that a PROPOSE names: the last to say that they have everything."""
+"""Most holders that a PROPOSE names: the last peers to report that they have all blobs."""
 MAX_RELAYS = 16
 """Most relays that a PROPOSE names (blob relays)."""
 MAX_MISSING = 64
@@ -111,7 +112,7 @@ def _named(head: Head) -> Head:
 
 
 def read_as(form: Any) -> GetPydanticSchema:
-    """Marks a type that JSON has in another form, which its own validators turn into the type."""
+    """Marks a type whose JSON has another form; validators of that form make the type from it."""
     return GetPydanticSchema(lambda _, handler: handler.generate_schema(form))
 
 
@@ -121,8 +122,8 @@ NamedHead = Annotated[Head, AfterValidator(_named)]
 class OnWire:
     """Base of dataclasses that are read from JSON: as `Strict`, but missing keys are errors, too.
 
-    Defaults are for the code alone. JSON has one form of each value, and leaves out only what
-    `IF_ANY` marks.
+    Defaults are for the code alone. JSON has one form of each value, and leaves out only fields
+    that are marked so, as by `IF_ANY`.
     """
 
     __pydantic_config__ = Strict.__pydantic_config__

@@ -4,7 +4,7 @@ A line is an object with `event` (the kind), `time` (seconds since 1970, by the 
 and the fields of the kind. A kill may tear off the last line; the next one begins after it.
 
 Members, owners and the like are long, 46 kB at 256 members, and seldom change from one manifest to
-the next. An `applied` line leaves those out that equal the line before, see `abridged`.
+the next. An `applied` line leaves out fields that equal those of the last such line (`abridged`).
 """
 
 from __future__ import annotations

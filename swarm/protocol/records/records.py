@@ -27,9 +27,9 @@ from swarm.protocol.values.texts import Text, TokenizerFile
 
 MAX_REASON = 300
 TOO_LATE = "too late"
-"""The reason that a peer gives if it still trained when its round was decided."""
+"""The reason that an uncounted peer gives if it was still training when its round was decided."""
 NOTHING_DONE = "nothing to count"
-"""The reason that a peer gives if it still fetched what others had decided."""
+"""The reason that an uncounted peer gives if it was still fetching a decided manifest."""
 MAX_BRIEF = 120
 """Limit of sentences that a record may list."""
 MAX_PAIRS = 16
@@ -49,7 +49,7 @@ Hex = DigestText
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(gt=0, lt=2**63)]
 Height = Annotated[int, Field(ge=0, lt=2**31)]
-"""Limit of heights and rounds: at one a second it takes 68 years to get there."""
+"""Limit of heights and rounds: at one round a second, a run takes 68 years to get there."""
 MAX_REAL = 1e100
 """More than any loss, norm or rate that a peer computes. Sums, differences and squares of any
 published values are finite, too."""
@@ -527,9 +527,9 @@ def told_losses(validations: Mapping[PeerId, ValidationRecord], tip: Manifest | 
     """Held-out losses by the records of the tip's members; anybody may publish any figure.
 
     The tip's loss is its first convener's figure: nobody else measures it. The loss of an earlier
-    round is the median of the voters' figures. If voters contradict each other, only those count
-    that are contradicted least. One peer alone measures a round, so a liar that rewrites the curve
-    contradicts all others.
+    round is the median of the voters' figures. If voters contradict each other, only the least
+    contradicted ones count. Each round is measured by one peer, and others repeat its figure. So a
+    liar that rewrites the curve contradicts all others.
 
     Args:
         validations: the newest record of each peer.
@@ -580,11 +580,11 @@ def _thinned(by_round: dict[int, float]) -> dict[int, float]:
 
 
 PEERS_A_HEARTBEAT = 64
-"""In a run of so many, one look a heartbeat takes 9 kB/s; larger runs look less often."""
+"""In a run of this many peers, one look a heartbeat takes 9 kB/s; larger runs look less often."""
 
 
 def shards_at_once(num_peers: int) -> int:
-    """How many of the keys one look reads: all while nobody is seen, one from 16 peers on.
+    """How many of the keys one look reads: all while no peer is seen, one from 16 peers on.
 
     Args:
         num_peers: peers that were seen in the DHT.

@@ -31,10 +31,10 @@ def attempt_problem(
 ) -> str | None:
     """Why a ballot's attempt cannot have come about by takeovers, or None.
 
-    The attempt may exceed the highest one that another member named: by `LEAP`, and by the
-    takeovers that were possible since this peer reached this height. The sender's own earlier
-    claims do not count. So a liar advances no faster than honest members do, by `LEAP` a takeover,
-    and needs half a year at one height for 2^31.
+    The attempt may exceed the highest attempt that another member named by `LEAP`, plus the number
+    of takeovers that were possible since this peer reached this height. The sender's own earlier
+    claims do not count. So a liar raises attempts no faster than honest members do: by `LEAP` a
+    takeover. To reach attempt 2^31 at one height takes a liar half a year.
 
     Args:
         ballot: of a message.
@@ -90,7 +90,8 @@ class Acceptor(Role):
         had = self._what_it_had(source)
         if source == self.me or had is None or ballot.attempt <= had[0]:
             return None
-        # If another peer convenes, that peer keeps its time (takeover); else all others get theirs.
+        # If another peer convenes, that peer gets its time (takeover). If `source` still convenes,
+        # each of the others gets a turn first.
         places = 1 if self.succession.convener != source else len(self.standing.electorate())
         limit_s = self.timers.heartbeat_s * (1 + places)
         if self.now - self.succession.convener_at > limit_s:
@@ -99,7 +100,7 @@ class Acceptor(Role):
         return f"{had[1]}: others convene next"
 
     def _what_it_had(self, convener: PeerId) -> tuple[int, str] | None:
-        """The attempt in which a convener had its chance at this height, and how; None before."""
+        """The attempt in which a convener had its chance at this height, and how; or None."""
         vote = self.standing.record.accepted
         if vote and vote.ballot.convener == convener:
             return vote.ballot.attempt, f"its attempt {vote.ballot.attempt} had this peer's vote"
@@ -109,7 +110,7 @@ class Acceptor(Role):
         return None
 
     def attempt_problem(self, source: PeerId, ballot: messages.Ballot) -> str | None:
-        """Why an attempt that a member names is not believed; it is noted all the same.
+        """Why an attempt that a member names is not believed, or None; its claim is noted anyway.
 
         Policy: attempt limit.
         """
@@ -128,13 +129,13 @@ class Acceptor(Role):
     def _is_distrusted(self, convener: PeerId) -> bool:
         """Whether a convener is no longer followed at this height [A4].
 
-        Members that ignore it replace it like a silent one, however often it asks (takeover). It is
-        always safe not to promise.
+        Members that ignore a convener replace it like a silent one, however often it asks
+        (takeover). Not to promise is always safe.
         """
         return convener in self.succession.distrusted
 
     def hear_convener(self, source: PeerId, what: str, ballot: messages.Ballot) -> bool:
-        """Whether to handle a convener's message; one that is overtaken gets the own promise."""
+        """Whether to handle a convener's message; an overtaken one gets this peer's promise."""
         problem = self._ballot_problem(source, ballot)
         if problem:
             self.out.refuse(source, what, problem)
@@ -165,7 +166,8 @@ class Acceptor(Role):
                 self.standing.persist_promise(ballot)
             self.out.post(source, self.contributor.ready(ballot))
         elif self.standing.is_member:
-            # A member that abstains, or has no vote, contributes; attempt 0 is not a promise.
+            # A member that abstains, or has no vote, still contributes. It answers with attempt 0,
+            # which is not a promise.
             self.out.post(source, self.contributor.ready(messages.Ballot(0, self.tip.order[0])))
 
     def on_propose(self, source: PeerId, propose: messages.Propose) -> None:
@@ -186,7 +188,7 @@ class Acceptor(Role):
             running.ballot = ballot
             self._add_holders(running, propose.holders)
         else:
-            # A proposal of this peer was just composed, or was checked when it was taken up [C2].
+            # This peer's own proposal was just composed, or was checked as an earlier vote [C2].
             is_own = source == self.me
             problem = None if is_own else self.proposal_problem(manifest, propose.evidence)
             if problem:
@@ -202,14 +204,14 @@ class Acceptor(Role):
         return vote is not None and (vote.ballot, vote.manifest.digest) == (ballot, manifest.digest)
 
     def _voted_otherwise(self, ballot: messages.Ballot) -> bool:
-        """Whether this peer voted for another value under this ballot, which may have only one."""
+        """Whether this peer voted for another value under this ballot: a ballot has only one."""
         vote = self.standing.record.accepted
         return vote is not None and vote.ballot == ballot
 
     def _refuse_second_value(self, convener: PeerId, ballot: messages.Ballot) -> None:
         """Stops following a convener with two values: it may have split the votes [A4].
 
-        An honest convener never proposes two under one ballot [P3, C6].
+        An honest convener never proposes two values under one ballot [P3, C6].
         """
         self.out.refuse(convener, "PROPOSE", f"a second value under attempt {ballot.attempt}")
         self.succession.distrusted.add(convener)

@@ -37,7 +37,7 @@ class Adopter(Role):
     _lingering: tuple[Manifest, ...] = field(init=False, default=())
     """Manifests of a generation that this peer has left."""
     _appended: int = field(init=False, default=0)
-    """Links appended on the disk since the whole chain was written there, or since the start."""
+    """Links appended to the chain's file since the whole chain was written, or since the start."""
 
     def on_commit(self, source: PeerId, commit: Commit) -> None:
         """Judges a manifest that is said to be decided, and adopts it if it beats the tip."""
@@ -60,7 +60,7 @@ class Adopter(Role):
     def _lacks_proof(self, commit: Commit) -> bool:
         """Whether this peer must still ask for a proof that begins at a head it trusts [L1].
 
-        A COMMIT to everybody carries no proof, since most peers have the manifest's parent.
+        The COMMIT that a convener sends to all carries no proof: most peers have the parent as tip.
         """
         if not self.rules.certificates or commit.manifest.parent == self.tip.digest:
             return False
@@ -80,7 +80,7 @@ class Adopter(Role):
         return proof_problem(commit.path, head, self.standing.chain.trusted)
 
     def _consider(self, source: PeerId, commit: Commit) -> None:
-        """Adopts, unless it is a reform of the generation that still lives here [F2]."""
+        """Adopts a manifest, unless it descends from a reform of a generation still alive [F2]."""
         manifest = commit.manifest
         self.reform_choice.set_reform_aside()
         if (
@@ -117,7 +117,7 @@ class Adopter(Role):
             tuple(dict.fromkeys([source, *signers])),
             moves=blobs.moves_of(manifest, commit.parent),
             since=self.now,
-            # Only blobs are progress (stuck fetches); a newer target is not.
+            # Only blobs that arrive are progress; a newer manifest is not (stuck fetches).
             progress_at=replaced.progress_at if replaced else self.now,
             commit=commit,
             began_at=replaced.began_at if replaced else self.now,
@@ -194,7 +194,7 @@ class Adopter(Role):
         self.heights.begin()
 
     def with_own_signature(self, commit: Commit) -> Certificate | None:
-        """A certificate; that of a reform with this peer's signature, if it is an elector [L2]."""
+        """The certificate; to a reform's, an elector of the reform adds its signature [L2]."""
         manifest, certificate, parent = commit.manifest, commit.certificate, commit.parent
         if manifest.kind is not Kind.REFORM or certificate is None:
             return certificate
@@ -230,13 +230,13 @@ class Adopter(Role):
         self.out.emit(events.RewriteChain(self.standing.chain.links))
 
     def _collect_garbage(self, old: events.Record) -> None:
-        """Names the blobs to keep: of the tip, the tip before, and a fetch under way [GC].
+        """Names the blobs to keep: of the tip, the previous tip, and a fetch under way [GC].
 
-        A peer that leaves a generation also keeps the parent of its tip there, and its accepted
-        proposal: others may still need them to finish that round.
+        A peer that leaves a generation also keeps the parent of its last tip there, and the
+        proposal that it accepted there: others may still need them to finish that round.
         """
         # Manifests that are being synced stay. If one were dropped and fetched again, the end of
-        # the first sync would be taken for the end of the second.
+        # the first sync would be taken for the end of the second sync.
         kept = [self.tip, old.tip, *self._lingering, *self.blobs.syncing.values()]
         self._lingering = ()
         if self.tip.generation != old.tip.generation:
@@ -260,7 +260,7 @@ class Adopter(Role):
             yield from (*manifest.blobs, *manifest.deltas)
 
     def _fetch_is_stuck(self) -> bool:
-        """Whether a fetch had no progress for `patience_s`: it may be unobtainable.
+        """Whether a fetch had no progress for `patience_s`: nobody may have the missing blobs.
 
         Policy: stuck fetches.
         """

@@ -25,7 +25,7 @@ class Averaging(Role):
     contacts: Contacts
 
     def take(self, campaign: Campaign, source: PeerId, reduced: Reduced) -> bool:
-        """Notes the results of a reducer; whether they belong to this roster."""
+        """Notes the results of a reducer; returns whether they belong to this roster."""
         if not self._is_result_of_roster(campaign, reduced):
             return False
         roster = campaign.roster
@@ -49,7 +49,7 @@ class Averaging(Role):
         return True
 
     def _is_result_of_roster(self, campaign: Campaign, reduced: Reduced) -> bool:
-        """Whether a result belongs to the closed roster: one roster per manifest [A6]."""
+        """Whether a result belongs to the closed roster: a manifest takes no others [A6]."""
         return (
             campaign.stage is Stage.REDUCE
             and campaign.closed is not None
@@ -122,7 +122,7 @@ class Averaging(Role):
         return bad
 
     def silent_reducers(self, roster: ClosedRoster, limit_s: float) -> dict[PeerId, str]:
-        """Late reducers without a word on this roster for at least `limit_s` (roster repair)."""
+        """Late reducers that reported nothing on this roster for `limit_s` (roster repair)."""
         said, since = roster.reported_at, self.now - limit_s
         return {
             reducer: "it is silent as a reducer"
@@ -137,7 +137,7 @@ class Averaging(Role):
         return named & roster.plan.offers.keys() - {self.me}
 
     def accused(self, roster: ClosedRoster) -> set[PeerId]:
-        """Peers whose values most reducers, at least two, could not get (withholding exclusion)."""
+        """Peers whose values most reducers (two or more) could not get (withholding exclusion)."""
         reducers = set(roster.plan.reducers.values())
         reports = (roster.missing.get(reporter, {}) for reporter in reducers)
         named = Counter(
@@ -159,10 +159,10 @@ class Averaging(Role):
         }
 
     def slow_sources(self, roster: ClosedRoster) -> dict[PeerId, str]:
-        """Peers for whose values most of the late reducers wait, at least two (roster repair).
+        """Peers whose values most late reducers, and at least two, wait for (roster repair).
 
-        These reducers are late through no fault of theirs. A single reducer may lie, or be cut off
-        from the peer that it names.
+        Such reducers are not to blame for being late. A single reducer may lie, or be cut off from
+        the peer that it names.
         """
         late = self.late_reducers(roster)
         reports = (roster.missing.get(reporter, {}) for reporter in late)

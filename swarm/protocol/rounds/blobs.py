@@ -32,7 +32,7 @@ class Pursuit:
     is_syncing: bool = False
     failed: dict[Digest, set[PeerId]] = field(default_factory=dict)
     moves: dict[Digest, Move] = field(default_factory=dict)
-    """How values can be made from deltas. Moves whose delta was of no use are removed."""
+    """How values can be made from deltas. A move whose delta cannot be used is removed."""
     asked: dict[Digest, tuple[PeerId, ...]] = field(default_factory=dict)
     """Peers that were asked for each blob."""
 
@@ -76,7 +76,7 @@ class Blobs(Role):
         super().__post_init__()
         self.synced = {self.tip.digest}
         accepted = self.standing.record.accepted
-        if accepted and not self.lacking(accepted.manifest):  # some may be damaged since, or lost
+        if accepted and not self.lacking(accepted.manifest):  # its blobs may be damaged or lost
             self.synced.add(accepted.manifest.digest)
 
     @property
@@ -93,7 +93,7 @@ class Blobs(Role):
         }
 
     def lacking(self, manifest: Manifest) -> dict[Digest, Unit]:
-        """Blobs that a vote needs and that are not here; also deltas, for other peers [W6]."""
+        """Blobs that a vote needs and that are not here: values, and deltas for others [W6]."""
         deltas = {d: unit for d, unit in manifest.deltas.items() if d not in self.stored}
         return {**self.missing(manifest), **deltas}
 
@@ -116,7 +116,7 @@ class Blobs(Role):
             return
         pursuit.progress_at = self.now
         pursuit.is_fetching &= bool(pursuit.missing)
-        if digest in pursuit.manifest.deltas:  # an earlier sync, as decided, lacked it [W6]
+        if digest in pursuit.manifest.deltas:  # a sync for the decided manifest lacked it [W6]
             self.synced.discard(pursuit.manifest.digest)
             pursuit.is_syncing = False
 
@@ -134,7 +134,7 @@ class Blobs(Role):
         return way_to(value, pursuit.moves, self.stored, size, whole) or ()
 
     def _rebuild(self, pursuit: Pursuit) -> None:
-        """Has values made from deltas that have arrived, one after the other."""
+        """Has missing values made from deltas that have arrived, each chain of deltas in order."""
         for value, unit in pursuit.missing.items() if pursuit.moves else ():
             for move in self._way_to(value, unit, pursuit)[:1]:
                 if move.delta in self.stored and move.value not in self.rebuilding:
@@ -142,14 +142,14 @@ class Blobs(Role):
                     self.out.emit(events.Rebuild(move.unit, move.base, move.delta, move.value))
 
     def note_not_made(self, event: events.NotMade) -> None:
-        """Has a value that could not be made fetched with the next tick, if it is missing."""
+        """Notes a value that could not be made here: if missing, the next tick fetches it."""
         self.rebuilding.discard(event.digest)
         self.unmade.add(event.digest)
         for pursuit in () if event.digest in self.stored else self.pursuits:
             self._do_without(pursuit, event.digest)
 
     def _do_without(self, pursuit: Pursuit, value: Digest) -> None:
-        """Has this value, and those that follow from it, fetched whole instead of by deltas."""
+        """Makes this value, and those made from it, be fetched whole instead of by deltas."""
         if pursuit.moves.pop(value, None) is not None:
             pursuit.is_fetching = False
             self.out.emit(events.CancelFetch(pursuit.purpose))
@@ -183,7 +183,7 @@ class Blobs(Role):
                 self._judge_delta(event.digest, failed, pursuit)
 
     def _judge_delta(self, delta: Digest, failed: set[PeerId], pursuit: Pursuit) -> None:
-        """Gives up a delta that nobody has, unless a vote needs it [W6] (delta fetches)."""
+        """Gives up a delta that no asked peer gave, unless a vote needs it [W6] (delta fetches)."""
         if delta in pursuit.missing or not failed.issuperset(pursuit.asked[delta]):
             return
         for move in [each for each in pursuit.moves.values() if each.delta == delta]:
@@ -222,9 +222,9 @@ class Blobs(Role):
     ) -> None:
         """Fetches missing blobs: from a value's source, then known holders, then anybody.
 
-        Each unit starts at another holder, to spread the load. Experts of a large proposal start
-        at relays (blob relays). A unit that an earlier round renewed is asked of a holder first,
-        since its source may have left long ago.
+        Holders are asked in a different order for each unit, to spread the load. For experts of a
+        large proposal, relays are asked first (blob relays). For a unit that an earlier round
+        renewed, a holder is asked first, since the source may have left long ago.
         """
         wants = []
         relays = self._relays(pursuit)

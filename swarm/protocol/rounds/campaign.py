@@ -17,8 +17,8 @@ from swarm.protocol.values.manifest import Manifest, PeerId, Unit, Wish, turn
 class Declarations:
     """One declaration of each peer: that of its offer in the roster, otherwise its last one.
 
-    A peer that restarts, or whose messages overtake each other, makes several declarations. The
-    last one that names the averaged offer counts.
+    A peer that restarts, or whose messages overtake each other, makes several declarations. Of
+    those that name the averaged offer, the last one counts.
     """
 
     last: dict[PeerId, messages.Declared] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Declarations:
                 known[peer] = declared
 
     def count(self, peer: PeerId) -> None:
-        """Makes the offer that a peer declared last the one to average."""
+        """Makes a peer's last declared offer the offer to average."""
         self.offered[peer] = self.last[peer]
 
     def close(self, peers: Iterable[PeerId]) -> None:
@@ -50,7 +50,8 @@ class Declarations:
 
         Policy: joiner limits.
 
-        This keeps the proposal small, however many ask. Guests come first, the others by lot.
+        The limit keeps the proposal small, however many strangers ask to join. Guests come first,
+        then others by lot.
         """
         strangers = sorted(
             self.last.keys() - tip.members.keys(),
@@ -64,7 +65,7 @@ class Declarations:
 class Stage(Enum):
     """How far a campaign has come."""
 
-    COLLECT = "collect"  # phase 1 and offers, or the own computation of a merge
+    COLLECT = "collect"  # phase 1 and offers; or this peer computes a merge
     REDUCE = "reduce"  # a roster is closed, and its values are averaged
     VOTE = "vote"  # a manifest is proposed
     DECIDED = "decided"  # chosen; blobs may still be missing here
@@ -76,9 +77,9 @@ class Estimate:
 
     due_at: float
     total_s: float
-    """How long the steps will have taken by then."""
+    """How long the steps will have taken when they end."""
     final_at: float
-    """Until then the member may revise its word: half of the time that it first named."""
+    """The member may revise its word until this time: for half of the time that it first named."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class ClosedRoster:
     missing: dict[PeerId, dict[PeerId, str]] = field(default_factory=dict)
     """Reporter -> peers whose values it could not get, with the reason (roster repair)."""
     missed_at: dict[PeerId, float] = field(default_factory=dict)
-    """When such a peer was first named, unless its values were only slow."""
+    """When a peer with missing values was first named, unless its values were only slow."""
     extensions: int = 0
     """How often T_red was extended."""
 
@@ -147,9 +148,9 @@ class Campaign:
     ready_at: dict[PeerId, float] = field(default_factory=dict)
     """When a member expects to have finished its local steps."""
     stalls_at: dict[PeerId, float | None] = field(default_factory=dict)
-    """When a member with an offer runs out of steps, by its last word; None: it waits already."""
+    """When a member with an offer runs out of steps, as it last said; None: it waits already."""
     worked: dict[PeerId, tuple[float, float]] = field(default_factory=dict)
-    """How long a member has worked on the tip, and when it said so."""
+    """How long a member had worked on the tip, and when the member said so."""
     fetched: dict[PeerId, float] = field(default_factory=dict)
     """How long a member took to fetch the tip."""
     words: dict[PeerId, Estimate] = field(default_factory=dict)
@@ -162,7 +163,7 @@ class Campaign:
     credentials: dict[PeerId, Credential] = field(default_factory=dict)
     """Credentials of joiners, and of members that no anchor vouches for."""
     guests: set[PeerId] = field(default_factory=set)
-    """Strangers that an anchor vouches for. Other strangers never take their places."""
+    """Strangers that an anchor vouches for. Other strangers never take the places of these."""
     leaving: dict[PeerId, Wish] = field(default_factory=dict)
     """Members that asked to leave, with their signed wishes."""
     undialable: set[PeerId] = field(default_factory=set)
@@ -174,7 +175,7 @@ class Campaign:
     planned: (
         tuple[tuple[Mapping[PeerId, messages.Offer], Set[PeerId], messages.Uplinks], Loads] | None
     ) = None
-    """Inputs of the last plan, and that plan: planning takes long for 256 peers."""
+    """Inputs of the last plan, and the plan: kept, since planning takes long for 256 peers."""
     # A roster is closed.
     closed: ClosedRoster | None = None
     """The last closed roster. Results for earlier ones are dropped."""

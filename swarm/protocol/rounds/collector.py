@@ -20,19 +20,19 @@ from swarm.protocol.timing.deadlines import SAFETY
 from swarm.protocol.values.manifest import PeerId
 
 MAX_TRAINEES = 4
-"""Most trainees from one network, counting the strangers that ask to join."""
+"""The most trainees from one network, including strangers that ask to join."""
 
 
 @dataclass(eq=False)
 class Collector(Role):
-    """Collects words and offers of members and joiners, and decides when to wait no longer."""
+    """Collects what members and joiners report and offer, and decides when to wait no longer."""
 
     contacts: Contacts
     work: Work
     contributor: Contributor
 
     def take(self, campaign: Campaign, source: PeerId, ready: Ready) -> bool:
-        """Notes an offer, or the wish to join or leave; whether the READY counts as a member's."""
+        """Notes an offer, or a wish to join or leave; returns whether a member's READY counts."""
         if source not in self.tip.members:
             self._note_joiner(campaign, source, ready)
             return False
@@ -60,7 +60,7 @@ class Collector(Role):
         return True
 
     def _note_joiner(self, campaign: Campaign, stranger: PeerId, ready: Ready) -> None:
-        """Notes a stranger's wish to join; one that may not join is not drawn by lot [R8]."""
+        """Notes a stranger's wish to join; one that may not join takes no part in the lot [R8]."""
         guests = self.contributor.guests(stranger, ready.credential)
         if ready.leave or not guests.may_come(stranger):
             return
@@ -73,7 +73,7 @@ class Collector(Role):
         campaign.credentials |= guests.shown
 
     def _has_place(self, campaign: Campaign, stranger: PeerId) -> bool:
-        """Whether its network is below its limit of trainees: addresses cost, keys are free."""
+        """Whether a stranger's network has room for a trainee: keys are free, addresses are not."""
         network = self.peer.network_of(stranger)
         if network is None:
             return True
@@ -84,7 +84,7 @@ class Collector(Role):
     def _note_word(
         self, campaign: Campaign, peer: PeerId, remaining_s: float, worked_s: float
     ) -> None:
-        """Holds a member to its early word, since its last word may slip for ever.
+        """Holds a member to its early estimate, since later ones may slip for ever.
 
         Policy: roster deadline.
         """
@@ -96,7 +96,7 @@ class Collector(Role):
 
     def _take_offer(self, campaign: Campaign, source: PeerId, offer: Offer) -> None:
         if offer.is_late and source in campaign.in_time:
-            return  # it was overtaken by the offer that followed it
+            return  # the peer's next offer has overtaken this one
         problem = self.contributor.offer_problem(source, offer)
         if problem:
             self.out.refuse(source, "READY", f"its offer: {problem}")
@@ -166,7 +166,7 @@ class Collector(Role):
         )
 
     def _spare_s(self, campaign: Campaign, waiting: Collection[PeerId]) -> float:
-        """How long the roster may stay open before one of these waits for the decision.
+        """How long the roster may stay open until one of `waiting` has no steps left to take.
 
         Policy: stall deadline.
         """
@@ -174,7 +174,7 @@ class Collector(Role):
         return max(0.0, self._free_s(campaign, waiting) - transfer_s)
 
     def _free_s(self, campaign: Campaign, waiting: Collection[PeerId]) -> float:
-        """How long all of these peers still have steps to take (stall deadline)."""
+        """How long each of these peers still has steps to take (stall deadline)."""
         known = {**campaign.stalls_at, self.me: self.work.stalls_at}
         ends = [known.get(peer) for peer in waiting]
         stalls_at = min((end for end in ends if end is not None), default=self.now)
@@ -214,21 +214,21 @@ class Collector(Role):
         return worked_s if offer and not offer.is_late else worked_s + self.now - at
 
     def _is_patient(self) -> bool:
-        """Whether this round waits for new trainees as for voters, and for peers that fetch.
+        """Whether this round waits for new trainees as for voters, and for members still fetching.
 
-        A lone voter is always patient: it gains company only from peers that reach its tip.
+        A lone voter is always patient: only peers that reach its tip can join it.
         """
         return self.standing.decides_alone or roster_deadline.is_patient(self.tip.round + 1)
 
     def _is_new(self, peer: PeerId) -> bool:
-        """Whether a trainee has yet to show that waiting for it pays."""
+        """Whether the tip did not count this trainee, and the round is not patient."""
         is_known = peer in self.standing.electorate() or peer in self.tip.contributors
         return not is_known and not self._is_patient()
 
     def _those_behind(self, campaign: Campaign) -> tuple[PeerId, ...]:
-        """Live members that do not have the tip yet: they greet, but do not answer.
+        """Live members that do not have the tip yet: they greet, but do not answer polls.
 
-        In one round in several, a lone voter also waits for strangers that would join.
+        In patient rounds, a lone voter also waits for strangers that would join.
         """
         if not self._is_patient():
             return ()
@@ -240,8 +240,8 @@ class Collector(Role):
     def _last_sign_of(self, campaign: Campaign, peer: PeerId) -> float:
         """When a member last answered; if it has not, when the campaign began.
 
-        Earlier silence counts, too, for a peer that refuses messages. The same holds for a convener
-        that was replaced for its silence, once it has been asked twice.
+        For a peer that refuses messages, silence before the campaign counts, too. So it does for a
+        convener that was replaced for its silence, once it has been asked twice.
         """
         since = campaign.started_at
         if peer in self.contacts.gone:
@@ -251,7 +251,7 @@ class Collector(Role):
         return campaign.seen.get(peer, since)
 
     def _kept_after(self, peers: Collection[PeerId], setbacks: int) -> Collection[PeerId]:
-        """The peers with an offer that enter the roster, after so many setbacks (roster repair)."""
+        """Those of these peers whose offers enter the roster after `setbacks` (roster repair)."""
         return steadiest(self.tip.members, peers, setbacks, seed=self.tip.digest)
 
     def _close_roster(self, campaign: Campaign, why: str) -> None:
@@ -278,7 +278,7 @@ class Collector(Role):
 
     def _loads(self, campaign: Campaign, offers: Mapping[PeerId, Offer]) -> Loads:
         """The plan of a round over these offers and known uplinks, kept until either changes."""
-        # A peer that vanished after its offer would hold the round up once more as a reducer.
+        # A peer that vanished after its offer would hold the round up again if it were a reducer.
         unable = campaign.undialable | campaign.relieved | self.contacts.gone.keys()
         follows_from = offers, unable, dict(campaign.uplinks)
         if campaign.planned is None or campaign.planned[0] != follows_from:
@@ -307,7 +307,7 @@ class Collector(Role):
             [p for p in absentees.peers if p not in late], absentees.of
         )
         if not late or roster_deadline.keeps_word(replace(roster, absent=others), self.timers):
-            return {}  # somebody is waited for in any case
+            return {}  # the roster stays open for a peer with a faster link in any case
         loads = self._loads(campaign, self._kept_offers(campaign))
         out = self._too_thin(campaign, loads, roster_deadline.Absentees(late, absentees.of))
         return {peer: out[peer] for peer in late if peer in out}

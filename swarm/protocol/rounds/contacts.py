@@ -35,9 +35,9 @@ class Contacts(Role):
     """When each peer was last heard in this generation (liveness tracking). Members, and
     MAX_STRANGERS others."""
     behind: dict[PeerId, float] = field(init=False, default_factory=dict)
-    """Peers whose newest message had a lesser tip, and when it came."""
+    """Peers whose newest message had a lesser tip, and when that message came."""
     gone: dict[PeerId, None] = field(init=False, default_factory=dict)
-    """Peers whose machine refused a message, until they are heard again. Bounded likewise."""
+    """Peers whose machine refused a message, until they are heard again. Bounded like `heard`."""
     known: dict[PeerId, None] = field(init=False)
     """Peers to greet now and then, the newest at the end."""
     told: Exchanged = field(init=False, default_factory=dict)
@@ -46,7 +46,7 @@ class Contacts(Role):
     readies: dict[PeerId, Ready] = field(init=False, default_factory=dict)
     """READYs of this height that came while this peer had no campaign."""
     somebody_is_ahead: bool = field(init=False, default=False)
-    """Whether another peer has shown a better tip since the height, or the listening, began."""
+    """Whether another peer has shown a better tip since this height, or listening, began."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,7 +88,7 @@ class Contacts(Role):
         self.forget_strangers(self.readies)
 
     def forget_strangers(self, entries: dict[PeerId, Any]) -> None:
-        """Bounds entries by peer id: ids are free to create, and a height may last for weeks."""
+        """Drops the oldest strangers: peer ids are free to create, and a height may last weeks."""
         excess = len(entries) - len(self.tip.members) - MAX_STRANGERS
         if excess > 0:
             strangers = [peer for peer in entries if peer not in self.tip.members]
@@ -110,7 +110,7 @@ class Contacts(Role):
         return self.standing.has_quorum(heard if self.standing.abstains() else [self.me, *heard])
 
     def ask_unheard(self, limit_s: float, waited_s: float = 0.0) -> None:
-        """Greets voters not heard for half the limit, unless a quorum was heard in that half.
+        """Greets voters not heard for `limit_s` / 2, unless a quorum was heard in that time.
 
         Policy: liveness tracking.
 
@@ -119,8 +119,8 @@ class Contacts(Role):
 
         Args:
             limit_s: time within which a quorum must have been heard.
-            waited_s: how long this peer has needed a quorum. The longer, the less often it asks.
-                Otherwise the rest of a large swarm would do little else.
+            waited_s: how long this peer has needed a quorum. The longer that is, the less often it
+                asks. Otherwise the survivors of a large swarm would do little else.
         """
         pause_s = max(self.timers.poll_s, limit_s / 4, min(SELDOM_S, waited_s / 8))
         if self.now - self._asked_all_at < pause_s or self.hears_quorum(limit_s / 2):
@@ -140,7 +140,7 @@ class Contacts(Role):
             self.known.pop(next(iter(self.known)))
 
     def is_rate_limited(self, last: Exchanged, key: tuple[PeerId, Digest]) -> bool:
-        """Whether `key` was used less than a poll period ago; if not, it counts as used now."""
+        """Whether `key` was used less than `poll_s` ago; if not, it counts as used now."""
         if key in last and self.now - last[key] < self.timers.poll_s:
             return True
         last.pop(key, None)  # the newest are at the end
@@ -182,7 +182,7 @@ class Gossip(Role):
             self.out.post(peer, Hello(ask=True))
 
     def on_hello(self, source: PeerId, header: Header, hello: Hello) -> None:
-        """Answers a greeting that asks for an answer, or whose tip differs."""
+        """Answers a greeting that asks for an answer, or that shows another tip."""
         if header.code != self.tip.code:
             self.align(source, header)
         elif hello.ask:

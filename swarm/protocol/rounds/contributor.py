@@ -50,7 +50,7 @@ class Contributor(Role):
         work.offer = offer
         if not offer.is_late:
             work.offered_at = self.now
-            # Until the trainer says more: as many steps again, in as much time.
+            # Until the trainer says more, the next steps are expected to take as much time.
             work.stalls_at = self.now + offer.seconds if self.rules.overlaps else None
             if work.steps_s is not None:  # writing the offer takes time, too
                 work.steps_s = self.now - self.standing.applied_at
@@ -60,9 +60,9 @@ class Contributor(Role):
     def on_expected(self, expected: Expected) -> None:
         """Notes when the trainer expects to finish; the next READY carries this to the convener.
 
-        Where rounds overlap, a peer with an offer already trains for the next round, and waits once
-        those steps are done (stall deadline). Until the trainer reports on a new tip, its steps are
-        expected to take as long as the last ones.
+        Where rounds overlap, a peer that has offered already trains for the next round, and stands
+        still once those steps are done (stall deadline). Until the trainer reports on a new tip,
+        the steps on it are expected to take as long as those before.
         """
         if expected.tip != self.tip.digest or self.standing.is_due(self.tip):
             return
@@ -92,7 +92,7 @@ class Contributor(Role):
         self.out.post(self.succession.convener, self.ready(self.standing.promised()))
 
     def ready(self, ballot: messages.Ballot) -> messages.Ready:
-        """This peer's answer; a refusal (higher ballot) has the same content."""
+        """This peer's READY; a refusal, which names a higher ballot, has the same content."""
         work, is_leaving, room = self.work, self.life.is_leaving, self.peer.room_of()
         declaration = messages.declaration_of(work.offer, self.peer.capacity, is_leaving, room)
         return messages.Ready(
@@ -121,13 +121,13 @@ class Contributor(Role):
         return self.work.signed[declaration]
 
     def _wish(self) -> Wish:
-        """The signed wish to leave: no convener can claim it for another peer (member removal)."""
+        """The signed wish to leave: no convener can invent one for a peer (member removal)."""
         return b64encode(self.peer.sign(leave_statement(self.rules.run, self.tip.digest))).decode()
 
     def worked_s(self) -> float:
-        """How long this peer has worked on the tip; the wait for others does not count.
+        """How long this peer has worked on the tip. The wait for other peers does not count.
 
-        Steps that a restart has destroyed do not count, either.
+        Steps that were lost in a restart do not count either.
         """
         until = self.now if self.work.offered_at is None else self.work.offered_at
         return max(0.0, until - self.standing.applied_at)
@@ -188,12 +188,12 @@ class Contributor(Role):
         return f"{lack}; {problem}" if problem else lack
 
     def guests(self, peer: PeerId, credential: Credential | None) -> Guests:
-        """Who may join, or be vouched for, after the tip, by one peer's credential alone [R8]."""
+        """Who may join, or be vouched for, after the tip, by the credential of one peer [R8]."""
         shown = {peer: credential} if credential else {}
         return self.rules.guests(self.tip, shown)
 
     def _tell_why_outside(self) -> None:
-        """Explains once per tip what is wrong with this peer's invitation; no other peer will."""
+        """Explains once per tip why this peer's invitation fails; no other peer explains it."""
         if self._has_told_outside:
             return
         guests = self.guests(self.me, self.peer.credential)

@@ -24,7 +24,8 @@ from swarm.protocol.rounds.withholding import Withholding
 from swarm.protocol.values.manifest import PeerId
 
 SLACK, LONGEST = 1.25, 2.5
-"""Factor on a link's predicted time, and its limit in T_red; others allow an attempt three."""
+"""A roster's slowest link gets its predicted time times SLACK, but at most LONGEST x T_red. Other
+peers allow an attempt three times T_red."""
 
 
 @dataclass(eq=False)
@@ -66,7 +67,7 @@ class Convener(Role):
         campaign.enter(Stage.COLLECT, self.now)
         succession.campaign = campaign
         if ballot.attempt == 0:
-            # Offers that came before the campaign [C1]; polls ask for the missing ones.
+            # Offers may have come before the campaign [C1]; polls ask for those still missing.
             for peer, ready in self.contacts.readies.items():
                 self._take_ready(campaign, peer, ready)
         else:
@@ -106,7 +107,7 @@ class Convener(Role):
             self.phase1.take(campaign, source, ready)
 
     def _redirect(self, source: PeerId, ready: Ready) -> None:
-        """Sends the higher ballot to a peer that takes this one for the convener."""
+        """Sends the higher ballot to a peer that takes this peer for the convener."""
         promised = self.standing.promised()
         if source != self.me and promised > ready.ballot:
             self.out.post(source, self.contributor.ready(promised))
@@ -140,7 +141,7 @@ class Convener(Role):
             self.proposer.decide(campaign)
 
     def _collected(self, campaign: Campaign) -> Value | None:
-        """A value to propose without a roster, if there is one; otherwise may close the roster."""
+        """A value that can be proposed without a roster. If there is none, may close the roster."""
         promises = self.phase1.promises(campaign)
         if promises is None:
             return None
@@ -164,7 +165,8 @@ class Convener(Role):
             self.succession.step_down(reason)
             return
         if self.now >= campaign.next_poll:
-            # From the due time: counted from now, each poll would come a tick later than the last.
+            # The next poll counts from the time when this one was due, not from now. Otherwise the
+            # delay of each poll would add up.
             campaign.next_poll = max(campaign.next_poll, self.now - self.timers.tick_s)
             campaign.next_poll += self.timers.poll_s
             campaign.num_polls += 1
@@ -185,9 +187,9 @@ class Convener(Role):
 
         Policy: roster repair.
 
-        T_red is longer where a link of the roster is known to need more (slow-link exclusion). The
-        wait is shorter for peers that are silent or refuse messages, if they are late reducers or
-        their values are missing.
+        The limit is longer than T_red if a link of the roster is known to need more time
+        (slow-link exclusion). It is shorter for late reducers, and for sources of missing values,
+        that are silent or refuse messages.
         """
         age_s = self.now - campaign.stage_at
         self._exclude_refused(campaign)
@@ -215,7 +217,7 @@ class Convener(Role):
             campaign.roster.extensions += 1
 
     def _exclude_refused(self, campaign: Campaign) -> None:
-        """Leaves out peers whose values were refused, at once (roster repair, update bounds)."""
+        """Leaves out, at once, peers whose values were refused (roster repair, update bounds)."""
         self._exclude(campaign, self.averaging.refused_values(campaign.roster), 0.0)
 
     def _exclude(self, campaign: Campaign, bad: dict[PeerId, str], limit_s: float) -> None:
@@ -238,8 +240,8 @@ class Convener(Role):
 
         Policy: roster repair.
 
-        Two peers that cannot reach each other are not a reason to drop the work of either: others
-        reach both.
+        If two peers cannot reach each other, the work of neither need be dropped: others reach
+        both.
         """
         stuck = self.averaging.late_reducers(campaign.roster)
         if campaign.relieved or not set(campaign.roster.plan.able) - stuck:

@@ -15,11 +15,11 @@ from swarm.protocol.values.manifest import Digest, Manifest, PeerId
 from swarm.protocol.values.schedule import merge_due
 
 NO_GENERATION = "00"
-"""Generation in the header of a peer that abstains. Real ones are "0" or have 32 digits."""
+"""Generation in the header of a peer that abstains. Real generations are "0" or have 32 digits."""
 
 
 class Standing:
-    """The tip, the promise and the vote after it, and the rules that need only these.
+    """The tip, the promise and vote for the next height, and the rules that need only these.
 
     Only `record` and `chain` are persistent. A crash loses everything else, by design.
     """
@@ -28,7 +28,7 @@ class Standing:
         self.peer, self.me, self.rules = peer, peer.me, peer.rules
         self.record = record
         self.chain = chain or Chain.of(record)
-        """Heads behind the tip, which prove it to peers with another tip."""
+        """The tip's head and earlier ones, which prove the tip to peers with another tip."""
         self.applied_at = peer.now
         """When this peer applied the tip, or started."""
         self.out = Outbox(peer.me, self.header())
@@ -77,7 +77,7 @@ class Standing:
         return abstains(self.record)
 
     def is_due(self, manifest: Manifest) -> bool:
-        """Whether the successor of this manifest must be a merge, by the manifest alone.
+        """Whether the successor of this manifest must be a merge. The manifest alone decides it.
 
         Policy: merge schedule.
         """

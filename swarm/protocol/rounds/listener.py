@@ -40,7 +40,7 @@ class Listener(Role):
         self.succession.campaign = None
         self.contacts.heard.clear()
         if self.blobs.catch_up:
-            self.blobs.catch_up.progress_at = self.now  # it stood still with this process
+            self.blobs.catch_up.progress_at = self.now  # the fetch stood still with this process
         self.gossip.next_hello = self.now
         self.tick()
 
@@ -93,7 +93,7 @@ class Listener(Role):
     def keep_early(self, source: PeerId, header: Header, message: Message) -> None:
         """Keeps messages under a tip that this peer may soon have [C1].
 
-        Only the newest of each kind and peer is kept; senders repeat the others anyway.
+        Of each peer and kind of message, only the newest is kept; senders repeat the others anyway.
         """
         if header.code >= self.tip.code and len(self._early) < MAX_EARLY:
             self._early[source, type(message)] = (header, message)

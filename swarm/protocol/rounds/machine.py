@@ -143,7 +143,7 @@ class RoundMachine:
             peer: this peer, its rules and its clock.
             record: the durable record, as the last life of the process left it.
             stored: blobs that are durable here.
-            chain: heads behind the tip; None: those that follow from the record.
+            chain: the tip's head and earlier ones; None: those that the record contains.
             parts: the class of each part; None: the classes with all rules.
         """
         parts, now = parts or Parts(), peer.now
@@ -339,7 +339,7 @@ class RoundMachine:
         self._merger.forget_height()
         self._succession.forget_height()
         self._takeover.forget_height()
-        # Local steps are done before a reform: a peer that has finished them offers at once.
+        # A reform waits for local steps: a peer that has finished them offers at once after it.
         steps_s = work.steps_s if self.tip.kind is not Kind.REFORM else None
         work.forget_height(None if steps_s is None else self._peer.now + steps_s)
         self._contacts.forget_height(is_new_generation=self.tip.generation != old.tip.generation)
@@ -353,7 +353,7 @@ class RoundMachine:
         self._merger.start()
         self._listener.replay_early()
         if standing.is_alone and standing.abstains():
-            # It may have decided this height already, and others may hold that decision.
+            # This peer may have decided this height already, and others may hold that decision.
             self._reformer.reform("the only member has lost its record and casts no vote")
         elif standing.may_vote() and self._phase1.may_use_ballot_zero():
             self._convener.start(messages.Ballot(0, self.me), {})
@@ -414,7 +414,7 @@ class RoundMachine:
 
     @property
     def chain(self) -> Chain:
-        """Heads behind the tip, which prove it to peers with another tip."""
+        """The tip's head and earlier ones, which prove the tip to peers with another tip."""
         return self._standing.chain
 
     @property

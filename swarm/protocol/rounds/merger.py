@@ -44,7 +44,7 @@ class Merger(Role):
             self.out.emit(ComputeMerge(self.tip))
 
     def take(self, event: MergeComputed) -> bool:
-        """Notes a computed merge; whether it is for the tip."""
+        """Notes a computed merge; returns whether it is for the tip."""
         self.blobs.have([unit.digest for unit in event.units.values()])
         if event.tip != self.tip.digest or event.units.keys() != self.rules.expert_units.keys():
             return False
@@ -60,7 +60,7 @@ class Merger(Role):
         return Value(manifest, None, "merge computed")
 
     def awaits_own_merge(self, pursuit: Pursuit) -> bool:
-        """Whether to wait for the own result, up to 2 T_red, before fetching others' bits.
+        """Whether to wait up to 2 T_red for this peer's own result before fetching another's.
 
         Policy: merge manifests.
         """

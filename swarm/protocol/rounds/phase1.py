@@ -1,4 +1,4 @@
-"""Phase 1 of a ballot: a quorum's promises, and the value to which they bind it [C1, C2, C6]."""
+"""Phase 1 of a ballot: a quorum's promises, and the value that they force on it [C1, C2, C6]."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Phase1(Role):
     acceptor: Acceptor
 
     def may_use_ballot_zero(self) -> bool:
-        """Attempt 0 needs no phase 1, so it is used once, by rank 0 alone [C1, P3]."""
+        """Whether this peer may use attempt 0, which has no phase 1: only rank 0, once [C1, P3]."""
         is_first = self.tip.order[0] == self.me and self.standing.record.promised is None
         return is_first and self.succession.top is None
 
@@ -36,26 +36,26 @@ class Phase1(Role):
             campaign.answered_at[source] = self.now
 
     def num_answers(self, campaign: Campaign, since: float) -> int:
-        """How many voters have answered since then."""
+        """How many voters have answered since a time."""
         return sum(at >= since for at in campaign.answered_at.values())
 
     def is_answered(self, campaign: Campaign, since: float) -> bool:
-        """Whether a quorum answered since then; a nearly deaf convener must not keep an attempt."""
+        """Whether a quorum answered since a time; otherwise the convener gives its attempt up."""
         recent = [peer for peer, at in campaign.answered_at.items() if at >= since]
         return self.standing.has_quorum([self.me, *recent])
 
     def promises(self, campaign: Campaign) -> Mapping[PeerId, Ready] | None:
-        """A quorum's promises; empty where none are required; None while there is no quorum."""
+        """A quorum's promises: {} where no promise is required, None while there is no quorum."""
         if not self._is_required(campaign.ballot):
             return {}
         promises = self._promises(campaign)
         return promises if self.standing.has_quorum(promises) else None
 
     def _promises(self, campaign: Campaign) -> Mapping[PeerId, Ready]:
-        """The promises that count, at first without those of excluded peers [C2, C6].
+        """The promises that count; those of excluded peers do so only after T_roster [C2, C6].
 
-        Any quorum will do. A quorum without the sources of unobtainable blobs need not propose
-        these blobs again just because a source itself voted for them.
+        Any quorum will do. Excluded peers are the sources of blobs that nobody could fetch. A
+        quorum without them need not propose these blobs again just because a source voted for them.
         """
         answers = campaign.answers
         sound = {peer: ready for peer, ready in answers.items() if peer not in campaign.excluded}

@@ -1,4 +1,4 @@
-"""Proposer: one value a ballot, its votes, and the announcement [C5, C6]."""
+"""Proposer: proposes one value a ballot, collects votes, announces the decision [C5, C6]."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Proposer(Role):
         return {digest: entries[unit].source for digest, unit in proposal.missing.items()}
 
     def take(self, campaign: Campaign, source: PeerId, accept: Accept) -> bool:
-        """Notes a vote; whether it is for the proposal."""
+        """Notes a vote; returns whether it is for the proposal."""
         if (
             campaign.stage is not Stage.VOTE
             or campaign.proposal is None
@@ -87,10 +87,11 @@ class Proposer(Role):
         return True
 
     def is_chosen(self, campaign: Campaign) -> bool:
-        """A majority decides at once, half with the tie-breaker after a grace [C5].
+        """Whether the votes decide: a majority's at once, those of half after a grace period [C5].
 
-        The grace keeps a swarm of two from deciding every round on one disk. It lasts T_vote / 2,
-        or less if no other voter was heard for as long as a convener may be deaf.
+        The half includes the tie-breaker. Without the grace period, a swarm of two would have each
+        decided round on one disk only. It lasts T_vote / 2, or less if no other voter was heard for
+        2 T_hb.
         """
         votes = [peer for peer in campaign.accepts if peer in self.standing.electorate()]
         if 2 * len(votes) > len(self.tip.voters):
@@ -117,7 +118,7 @@ class Proposer(Role):
         commit = Commit(manifest, Certificate(campaign.ballot, signatures), self.tip)
         for peer in self._concerned(manifest):
             self.out.post(peer, commit)
-            # A peer with a vote in flight looks behind, although it was just sent the tip.
+            # A peer whose vote is still on its way looks behind, but was just sent the tip.
             self.contacts.told[peer, manifest.digest] = self.now
 
     def _signers(self, campaign: Campaign) -> list[PeerId]:
@@ -128,8 +129,8 @@ class Proposer(Role):
     def give_up(self, campaign: Campaign) -> dict[PeerId, str] | None:
         """Peers that the next attempt excludes, if blobs are still missing after T_vote [C6].
 
-        The wait is shorter when all sources have failed to give them. It is shorter, too, when all
-        sources refuse messages or are silent, and nothing arrives any more.
+        The wait is shorter if all sources have failed to give their blobs. It is also shorter if
+        nothing arrives any more and all sources refuse messages, or all are silent.
         """
         proposal = self.blobs.proposal
         if proposal is None or not proposal.missing or proposal.ballot != campaign.ballot:

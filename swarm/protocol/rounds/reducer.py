@@ -63,7 +63,7 @@ class Job:
         return {peer for values in self.inputs.values() for peer, _ in values} - {self.me}
 
     def unserved(self, stored: Container[Digest]) -> set[PeerId]:
-        """Peers that failed to give values, or are far behind; refused values did come.
+        """Peers that failed to give values, or are far behind. A refused value counts as given.
 
         Policy: withholding exclusion.
         """
@@ -78,7 +78,7 @@ class Job:
     def slow(self, stored: Container[Digest]) -> set[PeerId]:
         """Peers with far more values outstanding than the median peer (roster repair).
 
-        If most peers have as many outstanding, this peer's own link may be the cause.
+        If most peers have many values outstanding, none is named: this peer's own link may be slow.
         """
         out = Counter[PeerId]()
         for values in self.inputs.values():
@@ -99,22 +99,22 @@ def wanted_ahead(
 ) -> tuple[events.BlobWanted, ...]:
     """Experts that a manifest of this roster takes verbatim, so that links carry them early.
 
-    Their bound is that of a peer that trained no tokens in this round. A proposal's bound is never
-    narrower, whatever work the roster claims. So blobs that came ahead need no second check
-    (update bounds).
+    Their values are judged by the bound of a peer that trained no tokens in this round. The
+    proposal's bound is never narrower, whatever work the roster claims. So blobs that came ahead
+    need no second check (update bounds).
 
     Args:
         roster: a valid roster of the tip.
         sources: the sources of each unit of its offers.
         averaged: the reducer of each unit that has one.
-        me: this peer, which has its own values. Peers begin at different writers.
+        me: this peer, which has its own values. Each peer begins at another writer.
         stored: blobs that are here.
         tip: the manifest from which the offers were trained.
         rules: the run's rules.
 
     Returns:
-        The delta of a unit that moves by a delta, else its value. The source is the writer, or
-        relays (blob relays); with the proposal, the writer is asked after the relays.
+        The delta of a unit that moves by a delta, else its value. Its sources are relays, or the
+        writer where none relays (blob relays). Once it is proposed, the writer is asked, too.
     """
     relays = relays_among(averaged.values(), roster.reducers)
     wanted = _wants(roster, sources, averaged, tip, rules)
@@ -160,8 +160,8 @@ class Reducer(Role):
     def forget_height(self) -> None:
         """Ends the job with the height."""
         if self.job and not self.job.is_done:
-            # The round did without it: peers out of reach now will still be so in a minute
-            # (roster repair).
+            # The round ended without this job's results. Peers that are out of reach now will still
+            # be so in a minute (roster repair).
             self.work.reduces_from = self.tip.round + RELIEF_ROUNDS
         self._cancel_job()
 
@@ -169,7 +169,7 @@ class Reducer(Role):
         """Starts to average this peer's units; a repeated roster gets the same report."""
         if not self.acceptor.hear_convener(source, "ROSTER", roster.ballot):
             return
-        if not roster.offers:  # only a heartbeat, maybe of a roster in which this peer has no part
+        if not roster.offers:  # a heartbeat, perhaps of a roster that gives this peer no units
             if self.job and self.job.roster_id != roster.roster_id:
                 self._suspect_dropped(roster)
             return
@@ -196,7 +196,8 @@ class Reducer(Role):
 
         Policy: withholding exclusion.
 
-        So there are two witnesses. A new roster's heartbeat lists no peer, so it omits them all.
+        So the convener and this peer are two witnesses. The heartbeat of a new roster lists no
+        peer, so all count as dropped.
         """
         job = self.job
         if job and self.now - job.since >= self.timers.reduce_s / 2:
@@ -248,7 +249,7 @@ class Reducer(Role):
     def _fetch_ahead(
         self, job: Job, roster: Roster, sources: Sources, averaged: Mapping[Unit, PeerId]
     ) -> None:
-        """Fetches experts that will be proposed as offered, while means are computed.
+        """Fetches, while means are computed, the experts that will be proposed as offered.
 
         Policy: fetch ahead.
         """
@@ -315,7 +316,7 @@ class Reducer(Role):
                 if digest not in self.blobs.stored:
                     missing |= job.failed.get(digest, {})
         missing.pop(self.me, None)
-        # Once the first are left out, the next round's roster meets the others.
+        # If there are more, the convener learns of them after it has left these out.
         missing = dict(sorted(missing.items())[:MAX_MISSING])
         units = sorted(job.results)
         # The results may need several messages, since each must stay under 64 KiB.

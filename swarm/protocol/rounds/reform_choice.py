@@ -57,13 +57,13 @@ class ReformChoice(Role):
         return len(other) > len(mine) and other[: len(mine)] == mine
 
     def may_leave_generation(self) -> bool:
-        """Whether to follow a reform: while listening always [B1], later only if stalled [F2]."""
+        """Whether to follow a reform: always while this peer listens [B1], then if stalled [F2]."""
         return self.life.is_listening or self.is_stalled(self.timers.reform_s)
 
     def set_reform_aside(self) -> None:
-        """Ends the fetch of a reform if a quorum of the own generation came back [F2].
+        """Ends the fetch of a reform if a quorum of this peer's own generation came back [F2].
 
-        During that fetch nothing of the own generation could be adopted.
+        As long as the fetch lasts, no manifest of that generation could be adopted.
         """
         pursuit = self.blobs.catch_up
         if (

@@ -36,7 +36,7 @@ class Reformer(Role):
         """Leaves the generation once it gives no sign of life any more."""
         reform_choice = self.reform_choice
         if reform_choice.quiet_s >= self.timers.reform_s / 2:
-            # All live peers shall be heard in the half of T_reform that decides who survives.
+            # Only peers heard in the second half of T_reform survive: unheard voters are asked.
             self.contacts.ask_unheard(self.timers.reform_s / 2)
         if reform_choice.quiet_s < self.timers.reform_s:
             return
@@ -58,9 +58,10 @@ class Reformer(Role):
     def _may_reform(self) -> bool:
         """Whether others would believe a reform by this peer [L2].
 
-        Otherwise a reform would leave this peer alone for good. Nobody would believe its chain, and
-        that chain's larger code would keep it from the chain of a voter that comes back with an
-        earlier tip [F1]. While this peer waits, such a voter finds the newest tip here.
+        A reform that nobody believes would leave this peer alone for good. Its chain would have a
+        larger code than the chain of a voter that comes back with an earlier tip, so this peer
+        would not follow that voter [F1]. While this peer waits, such a voter finds the newest tip
+        here.
         """
         return self.me in reform_electors(self.tip.head)
 
@@ -79,8 +80,8 @@ class Reformer(Role):
     def _reform_due(self) -> bool:
         """Whether to give up the lost majority; higher ranks wait a little longer [F3].
 
-        A peer in its local steps loses nothing by waiting: there is nothing to average yet. After a
-        reform it would lose these steps if its majority came back.
+        A peer in its local steps loses nothing by waiting: there is nothing to average yet. If it
+        reformed and its majority came back, it would lose these steps.
         """
         jitter_s = self.standing.rank * self.timers.heartbeat_s
         return (
@@ -108,7 +109,7 @@ class Reformer(Role):
         commit = Commit(manifest, Certificate(Ballot(0, self.me), {}), self.tip)
         commit = replace(commit, certificate=self.adopter.with_own_signature(commit))
         self.blobs.synced.add(manifest.digest)
-        # Nobody can have voted in a generation that begins here, whatever was lost before [P5].
+        # Nobody can have voted in a generation that begins here, so no vote in it was lost [P5].
         begun = Regained(generation, manifest.height)
         self.standing.record = replace(self.standing.record, regained=begun)
         self.adopter.apply(

@@ -76,7 +76,7 @@ class Outbox:
         self.effects.append(effect)
 
     def post(self, destination: PeerId, message: messages.Message) -> None:
-        """Sends a message with the header of the present tip [H2]; to itself without network."""
+        """Sends a message with the present tip's header [H2]; to itself, not over the network."""
         if destination == self.me:
             self.to_self.append((self.me, self.header, message))
         else:
@@ -100,7 +100,7 @@ class Outbox:
 
 @dataclass(frozen=True)
 class Heights:
-    """Calls between two heights, for the parts that apply a tip or end the listening."""
+    """The calls by which a part that applies a tip, or ends the listening, begins a height."""
 
     forget: Callable[[Record], None]
     """Has all parts forget the height after the old record's tip."""
@@ -113,14 +113,14 @@ class Life:
     """The stage of this process: listening, taking part, leaving or left."""
 
     boot_at: float
-    """When it last began to listen: after its start, or after a stand-still [B1, B2]."""
+    """When the process last began to listen: at its start, or after a stand-still [B1, B2]."""
     event_at: float
     listen_until: float | None
     """End of the listening; None once this peer takes part."""
     may_listen_on: bool = False
     """Whether to wait for a chain of survivors that is being fetched."""
     leave_until: float | None = None
-    """Once asked to leave: until when this peer waits for a manifest without it."""
+    """Time until which this peer, once asked to leave, waits for a manifest without it."""
     has_left: bool = False
 
     @property
@@ -144,7 +144,7 @@ class Work:
     ready_at: float | None = None
     """When this peer expects to have finished its local steps."""
     stalls_at: float | None = None
-    """When it will have finished the steps after its offer, where rounds overlap
+    """Where rounds overlap: when this peer will have finished the steps that follow its offer
     (stall deadline)."""
     steps_s: float | None = None
     """Seconds from a new tip to the end of its local steps, as last expected."""

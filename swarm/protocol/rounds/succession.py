@@ -22,7 +22,7 @@ class Reign:
     last_attempt: int = 0
     """The last attempt with a proposal."""
     proposals: set[Digest] = field(default_factory=set)
-    """Digests of its proposals that this peer has taken up."""
+    """Digests of the convener's proposals that this peer has taken up."""
 
 
 @dataclass(eq=False)
@@ -88,7 +88,7 @@ class Succession(Role):
                 self.step_down(reason)
 
     def why_step_down(self, campaign: Campaign) -> str | None:
-        """Why a campaign cannot succeed: overtaken or too old (campaign end). None while it may."""
+        """Why a campaign cannot succeed; None while it may (campaign end)."""
         attempt = campaign.ballot.attempt
         if self.top and self.top > campaign.ballot:
             return f"overtaken by attempt {self.top.attempt} of {self.top.convener}"

@@ -43,7 +43,7 @@ class Takeover(Role):
             self.take_over(reason)
 
     def _probe_convener(self) -> None:
-        """Greets a convener without polls: if its process is dead, its machine says so at once."""
+        """Greets a convener that sends no polls: a dead process's machine refuses the message."""
         poll_s = self.timers.poll_s
         is_silent = self.now - self.succession.convener_at >= 2 * poll_s
         if is_silent and self.now - self._probed_at >= poll_s and not self.succession.campaign:
@@ -64,9 +64,9 @@ class Takeover(Role):
     def _why_take_over(self) -> str | None:
         """Why this peer should convene now; None when it should not (takeover).
 
-        Each voter waits longer than the one before it, in the cyclic order of members. Only a peer
-        that hears a quorum deposes a convener. A peer that was cut off hears no campaign. If it
-        raised its ballot meanwhile, its return would end the campaign that the others run.
+        Each voter waits longer than the voter before it, in the cyclic order of members. Only a
+        peer that hears a quorum deposes a convener. A peer that was cut off hears no campaign. If
+        it raised its ballot meanwhile, its return would end the campaign that the others run.
         """
         if self.succession.campaign or not self.standing.may_vote() or self.life.has_left:
             return None
@@ -104,13 +104,13 @@ class Takeover(Role):
         """Why the present proposal will not be decided: blobs of it cannot be fetched (takeover).
 
         Its convener may have blobs that nobody else can fetch, or that all others refuse. The
-        attempt itself may last as long as a roster may wait.
+        limit of an attempt alone would end this late, as it covers the longest wait for offers.
         """
         proposal = self.blobs.proposal
         if proposal is None or not proposal.missing:
             return None
-        # A new convener gets the full time, otherwise two would depose each other. The same one
-        # does not, otherwise it could convene for ever.
+        # A new convener gets the full time, otherwise two would depose each other. A further
+        # attempt of the same convener does not, otherwise it could convene for ever.
         stuck_s = self.now - max(proposal.progress_at, self.succession.reign.since)
         limit_s = self.timers.proposal_limit_s(self.succession.reign.attempt)
         limit_s += self.timers.heartbeat_s * place
@@ -125,7 +125,7 @@ class Takeover(Role):
         """The number of places from the present convener to this voter, in cyclic order.
 
         0 for the convener itself, unless it has to let all others go first. The count starts at the
-        present convener, so that one which was deposed is not the first to depose others.
+        present convener, so that a deposed convener is not the first to depose others.
         """
         order, convener = self.tip.order, self.succession.convener
         if convener == self.me and self._goes_last():

@@ -14,7 +14,7 @@ from swarm.protocol.rounds.durable_state import Role
 from swarm.protocol.values.manifest import Manifest, PeerId
 
 LEFT_OUT_ROUNDS = 8
-"""After these rounds the peer is tried again: one costly round in nine."""
+"""A peer is tried again after this many rounds, so at most one round in nine is delayed."""
 
 
 def left_out_after(
@@ -24,11 +24,11 @@ def left_out_after(
 
     Policy: withholding exclusion.
 
-    A peer that the tip counts has served others, so its entry is removed, as is that of a peer that
-    is no member. Fewer than half of the members are ever left out: those last seen to withhold.
+    A peer that the tip counts has served others, so its entry is removed. So is the entry of a peer
+    that is no member. Fewer than half of the members are left out: those last seen to withhold.
 
     Args:
-        known: the result of this function for the manifest before.
+        known: the result of this function for the tip's parent.
         withheld: peers that served nothing in the round of the tip, though they were heard.
         tip: the manifest that was decided.
     """
@@ -50,7 +50,7 @@ class Withholding(Role):
     until: dict[PeerId, int] = field(init=False, default_factory=dict)
     """For each peer, the last round from which this peer leaves it out as convener."""
     suspects: dict[PeerId, float] = field(init=False, default_factory=dict)
-    """Peers whose values did not come, and since when this height continues without them."""
+    """Peers whose values did not come -> the time since when this height continues without them."""
 
     def greet(self, peers: Collection[PeerId]) -> None:
         """Asks peers whose values are missing whether they live, unless they were just heard."""
@@ -62,8 +62,8 @@ class Withholding(Role):
     def suspect(self, peers: Collection[PeerId], asked: Collection[PeerId]) -> None:
         """Notes peers that the round continues without, because their values did not come.
 
-        If most of the asked peers gave nothing, this peer's own link may be the cause. A silent
-        peer is not noted: it has died or is cut off, and may come back as well as it was.
+        If most of the asked peers gave nothing, none is noted: this peer's own link may be the
+        cause. Nor is a silent peer: it has died or is cut off, and may come back sound.
         """
         if 2 * len(peers) > len(asked):
             return
@@ -73,7 +73,7 @@ class Withholding(Role):
                 self.out.post(peer, Hello(ask=True))
 
     def _lives(self, peer: PeerId) -> bool:
-        """Whether a peer has answered lately: a silent one is left out after `silence_s`.
+        """Whether a peer has answered lately. After `silence_s`, a silent peer is left out anyway.
 
         Policy: roster repair.
         """

@@ -1,8 +1,8 @@
-"""The rest after failures: twice as long after each further one, up to a limit."""
+"""The pause after failures: twice as long after each further failure, up to a limit."""
 
 from __future__ import annotations
 
 
 def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
-    """Seconds of rest after so many failures in a row, at least one."""
+    """Seconds of pause after so many failures in a row; there has been at least one."""
     return min(first_s * 2.0 ** min(failures - 1, 30), longest_s)

@@ -1,4 +1,4 @@
-"""How long everything may take. Timers decide when something is tried again, never what is true."""
+"""How long everything may take. Timers decide when something is tried again, never what holds."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ MIN_ROSTER_S = 6.0
 """T_roster is never shorter: a busy laptop must not lose its tokens."""
 MIN_REFORM_S = 600.0
 SAFETY = 3.0
-"""Transfers may take this many times what they would at the measured rate."""
+"""Transfers may take this many times the time that the measured rate gives."""
 PATIENCE_WITHOUT_REFORM_S = 300.0
 ASSUMED_RATE_BYTES_PER_S = 2.5e6
 """20 Mbit/s: until something was received, links count as the slowest that runs are meant for."""
 MADE_BYTES_PER_S = 1e8
 """Lowest rate at which a value is made from its delta, hashed and written: a hard disk's."""
 FIRST_STEP_S = 1800.0
-"""Bound on a peer's first step: until it has ended the peer cannot say when it will be ready."""
+"""Limit of a peer's first step. Until that step ends, the peer cannot say when it will be ready."""
 HICCUP = 5
-"""Most times as long that the silence of an indispensable peer may last."""
+"""A peer that a quorum needs may be silent for this many times as long as others."""
 
 
 @dataclass(frozen=True)
@@ -31,28 +31,28 @@ class Timers:
     poll_s: float = 1.5
     """How often a convener repeats its message; also the rate limit of answers per peer."""
     heartbeat_s: float = 5.0
-    """T_hb: the next member replaces a convener after this silence; each further one later."""
+    """T_hb: after this silence of a convener the next member replaces it; others wait longer."""
     silence_s: float = 6.0
-    """A roster waits no longer for a missing peer after this silence."""
+    """A roster no longer waits for a missing peer that was silent for this long."""
     roster_s: float = 6.0
-    """T_roster: a roster may close without slow peers this long after the campaign began."""
+    """T_roster: a roster may close without slow peers once the campaign is this old."""
     straggler_factor: float = 1.5
-    """Local steps may take this multiple of the time that their peer said first."""
+    """Local steps may take this multiple of the time that their peer named at first."""
     roster_late_s: float = 14.0
-    """T_late: for a peer that a quorum needs, the limit of its silence, or of its delay."""
+    """T_late: limit of the silence, and of the delay, of a peer that a quorum needs."""
     wordless_s: float = 14.0
-    """T_word: how long a peer is waited for that does not say when it will be ready."""
+    """T_word: how long the roster waits for a peer that does not say when it will be ready."""
     reduce_s: float = 5.0
-    """T_red: a reducer's results must be there."""
+    """T_red: limit of the averaging, until a reducer's results must be there."""
     vote_s: float = 6.0
-    """T_vote: a proposal's blobs must have reached its convener."""
+    """T_vote: limit of the vote, until a proposal's blobs must have reached its convener."""
     attempt_s: float = 41.0
-    """T_att of attempt 0, counted once nobody is waited for any more. Attempt 1 may take twice as
-    long, and later ones three times."""
+    """T_att: limit of attempt 0, counted once the roster waits for nobody any more. Attempt 1 may
+    take twice as long, and later attempts three times as long."""
     hello_s: float = 3.0
-    """T_hello: gossip and join requests."""
+    """T_hello: period of gossip and join requests."""
     discover_s: float = 6.0
-    """T_disc: a booting peer only listens."""
+    """T_disc: how long a booting peer only listens."""
     reform_s: float = 60.0
     """T_reform: silence of a quorum after which the survivors continue alone; inf: never."""
     fetch_s: float = 0.0
@@ -66,16 +66,16 @@ class Timers:
         return self.attempt_s * (1 + min(attempt, 2))
 
     def proposal_limit_s(self, attempt: int) -> float:
-        """Give up on a proposal after this long without progress."""
+        """The time without progress after which a proposal is given up."""
         return (self.attempt_s - self.roster_late_s) * (1 + min(attempt, 2))
 
     @property
     def grace_s(self) -> float:
-        """A peer that needs no longer than this to finish its local steps is waited for."""
+        """A peer is waited for if it finishes its local steps within this time."""
         return self.silence_s / 2
 
     def lost_after_s(self, phase_s: float) -> float:
-        """The silence after which a phase no longer hopes for a peer that it waits for.
+        """The silence of a peer after which a phase no longer waits for it.
 
         Live peers answer every poll, however many bytes the phase moves.
 
@@ -98,7 +98,7 @@ class Timers:
 
 @dataclass(frozen=True)
 class AdaptedTimers:
-    """Timers and why they differ from the model's."""
+    """Timers, and why they differ from the base values."""
 
     timers: Timers
     reasons: tuple[str, ...]
@@ -132,17 +132,17 @@ def production_timers(
 ) -> AdaptedTimers:
     """Adapts the timers to a run's sizes and rates; none becomes shorter than the base's.
 
-    T_red and T_vote are three times the time of the bytes at the measured rate, and of making
-    values from deltas on the disk. T_att has room for a slow link or for one phase that fails.
-    T_reform is at least T_att and 10 minutes, unless the run fixes it. A fetch may bring the whole
-    model. No timer follows the length of rounds: both would lengthen each other. A peer that
-    starts again knows no rounds, and live peers are heard every few seconds.
+    T_red and T_vote are three times as long as the link takes for their bytes, at the measured
+    rate, and the disk for making values from deltas. T_att has room for a slow link, or for one
+    phase that fails. T_reform is at least T_att and at least 10 minutes, unless the run fixes it.
+    The limit of a fetch allows for the whole model. No timer follows the length of rounds: the two
+    would lengthen each other. A restarted peer knows no rounds; live peers speak every few seconds.
 
     Args:
         measured: sizes and rate.
         roster_after_s: T_roster, and the silence after which a peer is not waited for any more.
         reform_after_s: the run's T_reform, or None to derive it.
-        base: smallest values; the model's by default.
+        base: smallest values; by default those of `Timers`.
 
     Returns:
         The timers with a reason for each that was adapted.
@@ -150,7 +150,7 @@ def production_timers(
     base = base or Timers()
     reasons: list[str] = []
     silence_s = max(MIN_ROSTER_S, roster_after_s)
-    # A reducer that was silent for half of T_red is left out: no sooner than any other peer.
+    # A reducer is left out after a silence of T_red / 2. So T_red is at least 2 `silence_s`.
     least_reduce_s = max(base.reduce_s, 2 * silence_s)
     least_vote_s = max(base.vote_s, 2 * silence_s)
     reduce_s = _transfer_s(
@@ -219,7 +219,7 @@ def _reform_s(attempt_s: float, fixed_s: float | None, reasons: list[str]) -> fl
 
 
 def _fetch_s(measured: Measured, reasons: list[str]) -> float:
-    """Half of the time that the whole model may take: blobs that arrive together end together."""
+    """Half of the time that the whole model may take: blobs fetched together may end together."""
     return _transfer_s("the whole model", measured.model_bytes, measured, 0.0, reasons) / 2
 
 
@@ -239,8 +239,9 @@ def local_work_left(
 ) -> LocalWork:
     """How many more local steps a peer takes in a round.
 
-    With an agreed end, a step is begun only if it should end in time, by the steps before; the
-    first is always begun. A peer that has read all that it was dealt offers at once.
+    If the local steps have an agreed end, the first step is always begun. A further one is begun
+    only if it should end in time, judged by the steps so far. A peer that has read all that it was
+    dealt offers at once.
 
     Args:
         dealt: steps that its part of the text holds, or that the exact mode asks for.
@@ -263,7 +264,8 @@ def local_work_left(
 def finishes_in_time(steps_left: int, step_s: float, remaining_s: float) -> tuple[bool, str]:
     """Whether a peer that was asked to leave finishes its local steps first.
 
-    Half of the time is for them; the rest is for agreeing on the round and handing over.
+    Half of the remaining time is for the steps. The rest is for agreeing on the round and for
+    handing experts over.
 
     Args:
         steps_left: steps of this round that are left.

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 SHORTEST_ROUND_S = 10.0
-"""Rounds shorter than this are for trying things out: any link that carries them in it will do."""
+"""Shorter rounds are for trying things out. They count as this long: a link that carries their
+bytes in this time will do."""
 HOPELESS = 3.0
-"""The others wait for votes three times as long as their own transfers take (deadlines.py)."""
+"""Other peers wait for votes three times as long as their own transfers take (deadlines.py)."""
 
 
 class Fitness(Enum):
@@ -50,7 +51,7 @@ def training_s(local_tokens: int, tokens_per_s: Iterable[float]) -> float | None
 def link_verdict(
     bytes_per_round: float, round_s: float | None, down_mbit: float | None, up_mbit: float | None
 ) -> LinkVerdict:
-    """Whether a link carries what a peer sends, and as much that it receives, in each round.
+    """Whether a link carries, in each round, what a peer sends and as much that it receives.
 
     Args:
         bytes_per_round: bytes sent; about as many are received.
@@ -77,10 +78,10 @@ def link_verdict(
 
 
 HOME_MBIT = 60.0
-"""Uplinks up to this are slowed down by what their routers queue and drop."""
+"""Uplinks up to this rate become slow when their routers queue and drop packets."""
 CAP_SHARE = 0.88
-"""A cap's share of an uplink's measured rate, which is at times some percent too high; headers are
-3 to 4 % on top (`scripts/benchmarks/bench_link.py`, `bench_utilisation.py`)."""
+"""A cap is this share of an uplink's measured rate. Measured rates are at times some percent too
+high, and headers add 3 to 4 % (`scripts/benchmarks/bench_link.py`, `bench_utilisation.py`)."""
 SEEN_SHARE = 0.75
 """No cap is lower than this share of the rate that a link was seen to carry lately."""
 
@@ -92,13 +93,13 @@ def cap_for(up_mbit: float, sent_mbit: float | None = None) -> float:
 
     Args:
         up_mbit: rate of the uplink, as others have shown.
-        sent_mbit: its rate as observed lately; others may show less, on purpose too.
+        sent_mbit: the rate that this peer itself saw lately; others may show less, even on purpose.
     """
     return max(CAP_SHARE * up_mbit, SEEN_SHARE * (sent_mbit or 0.0), 1.0)
 
 
 def cap_advice(up_mbit: float) -> str | None:
-    """The advice in words; None for an uplink that needs no cap."""
+    """Advice in words to cap an uplink; None for an uplink that needs no cap."""
     if up_mbit > HOME_MBIT:
         return None
     cap = f"--max-upload {cap_for(up_mbit):.3g}mbit"
@@ -120,11 +121,11 @@ def lateness(
 ) -> str | None:
     """The warning for a peer whose machine or link no round waits for; None if none is due.
 
-    Given after `ALWAYS_LATE` rounds, then ever more rarely.
+    The warning comes after `ALWAYS_LATE` rounds, then less and less often.
 
     Args:
         missed: rounds in a row that went on without this peer's shared tensors.
-        tokens: tokens of the local steps that it did in the last of them.
+        tokens: tokens of the local steps that this peer did in the last of these rounds.
         local_tokens: tokens of all local steps of a round.
         tokens_per_s: rate of this peer.
         round_s: seconds that the last round took the others.

@@ -14,7 +14,7 @@ from swarm.protocol.values.manifest import Unit
 DAY_S = 86_400.0
 """Older measurements do not count: the rate of a link varies over a day, not between days."""
 ROBUST = 3
-"""From this many measurements on, no single one decides alone."""
+"""With this many measurements or more, no single one decides alone."""
 
 
 class Dated(NamedTuple):
@@ -25,7 +25,7 @@ class Dated(NamedTuple):
 
 
 class Recent:
-    """The newest measurements of one figure, of the last day; may be read from other threads.
+    """The newest measurements of one figure from the last day; other threads may read them.
 
     Attributes:
         newest: measurements in the order of their dates, whatever their age.
@@ -36,7 +36,7 @@ class Recent:
 
         Args:
             kept: the most measurements that count.
-            least: how many count whatever their age, where nothing newer was measured.
+            least: how many count whatever their age, if there are no newer ones.
         """
         self.newest: tuple[Dated, ...] = ()
         self._kept, self._least = kept, least
@@ -58,7 +58,7 @@ class Recent:
         return values[_quarter(len(values))] if values else None
 
     def high(self, now_s: float, since_s: float = -inf) -> float | None:
-        """The upper quartile since then; the highest of fewer than `ROBUST`; None without any."""
+        """The upper quartile since `since_s`; the highest of fewer than `ROBUST`; None if none."""
         values = self.of_late(now_s, since_s)
         return values[-1 - _quarter(len(values))] if values else None
 
@@ -73,8 +73,8 @@ KEPT = 16
 KEPT_LEAST = 3
 """Fetches that count whatever their age: rounds may take longer than a day."""
 STALL_S = 3.0
-"""At most this much of a gap between arrivals is transfer time: the rest was waiting. A portion of
-256 KiB takes less on any link of 0.7 Mbit/s."""
+"""At most this much of a gap between arrivals counts as transfer time; the rest was waiting. A
+portion of 256 KiB needs no longer on a link of 0.7 Mbit/s."""
 
 
 @dataclass
@@ -108,8 +108,8 @@ class Pace:
         """The figures from which the timers are computed.
 
         Args:
-            due: units that the next manifest may renew, and the bytes that move of each; a peer
-                lacks no other units of it.
+            due: units that the next manifest may renew, and the bytes that move of each. A peer
+                with the present manifest has all other units.
             now_s: by the clock of `fetched`.
         """
         shared = [unit for unit in due if expert_of_unit(unit) is None]

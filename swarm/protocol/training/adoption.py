@@ -2,30 +2,30 @@
 
 Policies: shared progress, expert progress, merge rebase.
 
-Shared tensors restart from the result of a round, whether this peer was in it or not. Its offer
-contained all its progress, since it trains on only once the round is over. Parts that were not due
-are another matter (due units): their progress is kept, and offered when they are due. This holds as
-long as their agreed value is still the one that this progress started from.
+Shared tensors restart from the result of a round, whether the round counted this peer or not. The
+peer's offer contained all its progress, since it trains on only once the round is over. Parts that
+were not due are another matter (due units): their progress is kept, and offered when they are due.
+This holds as long as their agreed value is still the one that this progress started from.
 
 *Local progress* of an expert is (base digest, fp32 master, moments): the master was trained from
 the agreed value named by the base digest. The rule is a compare-and-swap on that digest, so a
 slow owner's work survives rounds that did not touch its expert and never overwrites newer work.
 
 With several owners, the agreed value is the mean of their values. The difference between an owner's
-master and its offered value is still its own, and is added to the mean. It contains the remainder
-that the wire rounded off. Without that, updates below half a unit in the last place would be lost
-in each round. After a late offer, which is trained on, it also contains the steps since, which no
-offer had. With fp32 on the wire the offer of a finished round lacks nothing, so its owner restarts
-from the mean, in its bits.
+master and its offered value is in no mean yet, so the owner adds it to the mean. The difference
+contains the part that was rounded off on the wire. Without that part, updates below half a unit in
+the last place would be lost in each round. After a late offer, the owner trains on. Then the
+difference also contains the steps since, which no offer had. With fp32 on the wire the offer of a
+finished round lacks nothing, so its owner restarts from the exact bits of the mean.
 
 Where deltas are averaged (delta means, carried steps), a trained value x never jumps to the agreed
-one. It becomes x + (v' - v) - c, where c is its own contribution to the mean. So x - v' is always
-exactly the progress that the swarm does not have yet. This is what the coding of its delta lost,
-later steps, which exist while rounds overlap, and the steps of a round that left it out. The next
-delta is x - v', so nothing is lost and nothing comes twice, although only x is stored. This needs
-the very blob that was counted. A peer that does not know that blob restarts from v', and so does a
-peer that a second round in a row left out. A delta that is taken verbatim needs no rule of its own:
-its writer's master stays (expert progress).
+one. Let v be the old and v' the new agreed value, and c the peer's counted delta (0 if none was).
+Then x becomes x + (v' - v) - c. So x - v' is always exactly the progress that the swarm does not
+have yet. It consists of what the coding of the delta lost, of later steps where rounds overlap, and
+of the steps of a round that left the peer out. The next delta is x - v', so no progress is lost or
+sent twice, although only x is stored. To subtract c, the peer needs the very blob that was counted.
+A peer without that blob restarts from v', and so does a peer that two rounds in a row left out. A
+delta that is taken verbatim needs no rule of its own: its writer's master stays (expert progress).
 
 After a restart the same function decides, with the bases and the offer in the saved private state
 [P6].
@@ -50,7 +50,7 @@ class Action(Enum):
     PUBLISHED = "published"  # my offered value is the agreed one: master stays, base := its digest
     REBASE = "rebase"  # a merge: master := merged + (master - value of `rebase_from`)
     AVERAGED = "averaged"  # my offered value is in the mean: as REBASE, from that value
-    CORRECTED = "corrected"  # my delta `rebase_from` is in the mean: as CARRIED, less that delta
+    CORRECTED = "corrected"  # my delta `rebase_from` is in the mean: as CARRIED, minus that delta
     CARRIED = "carried"  # a round went on without me: master += agreed value - the previous one
     RESTART = "restart"  # master := agreed value; the moments stay, they are local
     DROP = "drop"  # no longer mine: master and moments go
@@ -128,9 +128,9 @@ def adopt(
         manifest: the manifest that is being applied.
         previous: digest of the tip that the local steps since the last apply started from.
         bases: base digest of each expert with local progress.
-        offers: this peer's offers since then: late progress, the finished round. Training since
-            then stays in the master.
-        carried: units that the round before left out already.
+        offers: this peer's offers since then: of late progress, and of the finished round. Steps
+            after the last offer stay in the master.
+        carried: units that the previous round already left out.
         part_bases: agreed value that the progress of each part of the shared tensors started from;
             empty where every round renews all of them.
         overlaps: whether this peer has trained on since its offer. Then no part of the shared
@@ -170,8 +170,8 @@ def still_late(late: frozenset[int], adoption: Adoption, *, is_counted: bool) ->
     """Own experts whose progress no manifest has yet, so that it is offered late.
 
     Args:
-        late: those before, and all that were trained since.
-        adoption: the decisions on them, by the manifest that is being applied.
+        late: experts that were late before, and all that were trained since.
+        adoption: the decisions on these experts, by the manifest that is being applied.
         is_counted: whether that manifest counted this peer's finished round.
     """
     return frozenset() if is_counted else late & adoption.kept
@@ -282,7 +282,7 @@ def _decide_coded_shared(
     }
     if not counted:
         moved = {unit for unit in manifest.sources if expert_of_unit(unit) is None}
-        is_second = bool(carried & moved)  # in a row that went on without my values
+        is_second = bool(carried & moved)  # this is the second round in a row without my values
         return Action.RESTART if is_second else Action.CARRIED, {}
     for offer in offers:
         if all(u in offer.units and offer.units[u].digest == d for u, d in counted.items()):

@@ -1,7 +1,7 @@
 """Local progress that the tip does not count yet.
 
-It has the samples that a peer reads in a round, its early offers (overlapped rounds,
-overlap accounting), and the rest of a private state that is still valid after a crash [P6]
+Here are the samples that a peer reads in a round, its early offers (overlapped rounds,
+overlap accounting), and the part of a private state that is still valid after a crash [P6]
 (merge rebase, shared progress).
 """
 
@@ -48,14 +48,14 @@ class Ahead:
 
     @property
     def uncounted(self) -> Tally:
-        """All these steps."""
+        """The steps of the offer in flight and of earlier uncounted offers together."""
         return self.behind + self.flight
 
     def decided(self, *, is_counted: bool, is_lost: bool) -> int:
         """Notes that a newer manifest is adopted.
 
         Args:
-            is_counted: whether it counted the offer in flight, with all steps behind it.
+            is_counted: whether the manifest counted the offer in flight, and so all these steps.
             is_lost: whether the shared tensors restart from the agreed values.
 
         Returns:
@@ -67,7 +67,7 @@ class Ahead:
 
 
 class Reading:
-    """The place in the text: agreed for a common text, up to this peer for a text of its own."""
+    """The place in the text. All agree on it for a common text; a text of one's own is private."""
 
     def __init__(self, rules: Rules, me: PeerId) -> None:
         self.rules, self.me = rules, me
@@ -94,7 +94,7 @@ class Reading:
         return ((self.position + samples, self.position + most),) if samples < most else ()
 
     def goes_on(self, before: Manifest, after: Manifest, tokens: int) -> bool:
-        """Whether samples read beyond one tip come first in this peer's deal at another.
+        """Whether samples read beyond one tip come first in this peer's deal at another tip.
 
         Policy: overlapped deals.
 
@@ -112,7 +112,7 @@ class Reading:
     ) -> LocalWork:
         """How many local steps are left after those done (counted work).
 
-        Where rounds overlap, only the time of the steps themselves counts.
+        Where rounds overlap, time without steps does not count.
 
         Args:
             tip: the tip that they start from.
@@ -133,8 +133,9 @@ class Reading:
 def problem_of(saved: SavedWork, run_id: str, tip: Manifest) -> str | None:
     """Why a private state may not be trained on, in a sentence; None if it may be.
 
-    The state has to be of this run. If it names the tip, it has to be of the round after that. The
-    same holds for the parent of a reform, from which a peer continues in the same way.
+    The state has to be of this run. If it names the tip, its steps have to be of the round after
+    the tip. The same holds if the tip is a reform and the state names its parent: a peer continues
+    from there in the same way.
     """
     if saved.run_id != run_id:
         return f"the private state belongs to the run {saved.run_id}, not {run_id}"
@@ -151,7 +152,7 @@ def problem_of(saved: SavedWork, run_id: str, tip: Manifest) -> str | None:
 def manifests_to(newest: Applied, base_tip: Digest) -> list[Manifest]:
     """Manifests to adopt one after the other, to get from `base_tip` to the newest tip.
 
-    Of those in between, the record has only the tip's parent; a merge is redone from that
+    Of the manifests in between, the record has only the tip's parent, from which a merge is redone
     (merge rebase).
     """
     tip, parent = newest.manifest, newest.parent

@@ -142,7 +142,7 @@ class Training:
         Policy: late offers.
 
         Nothing else has to be durable: after a crash the experts start from the agreed values.
-        Where rounds overlap, the next offer contains them, with the steps since.
+        Where rounds overlap, the next offer contains these experts, with the steps since.
         """
         late = frozenset() if self.rules.overlaps else self.late
         tip, bases = self.tip, self._bases_of_due(late) if late else {}
@@ -242,7 +242,7 @@ class Training:
             follows = manifest.parent == start.digest
             is_out = offered is not None or self.again is not None
             is_mine = follows and is_out and manifest.counts(self.me)
-            is_counted |= is_mine  # also by one that is skipped
+            is_counted |= is_mine  # also if a skipped manifest has it
             if not self.shell.adopt(manifest, adoption, self.tip):
                 path = path or list(await self.shell.wait(manifest, PeerState.CATCHING_UP))
                 continue
@@ -306,7 +306,8 @@ class Training:
     def _loses(self, manifest: Manifest, adoption: Adoption, tip: Manifest | None) -> bool:
         """Whether the steps beyond the tip are lost: their values restart, or cannot be counted.
 
-        A peer that is no longer a member is dealt nothing; on another chain, maybe other samples.
+        A peer that is no longer a member is dealt nothing. On another chain it may get other
+        samples.
         """
         if self.me not in manifest.members or adoption.begins_anew(self.rules.shared_units):
             return True

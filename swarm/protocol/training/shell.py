@@ -27,7 +27,7 @@ WhyPaused = Callable[[Mapping[PeerId, int]], str | None]
 
 @dataclass(frozen=True)
 class Applied:
-    """One tip that this peer moved to: when by the shell's clock, why, and its parent if known."""
+    """A tip that this peer moved to: its time by the shell's clock, reason and known parent."""
 
     manifest: Manifest
     at_s: float
@@ -66,7 +66,7 @@ class Assignment:
     step: int
     """Steps that the model has beyond the tip (overlap accounting)."""
     is_offered: bool = False
-    """Whether nobody waits for them: the offer is in the round, or a merge comes first."""
+    """Whether nobody waits for these steps: an offer is in the round, or a merge comes first."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class TrainingShell(Protocol):
     # ------------------------------------------------ a round
 
     def may_stop(self) -> None:
-        """Lets a peer stop that was asked to: no offer is out, or nobody waits for its steps."""
+        """A point where a peer that was asked to stop may do so: nobody waits for its steps."""
         return
 
     async def train(

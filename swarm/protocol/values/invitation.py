@@ -2,10 +2,11 @@
 
 An anchor signs (run, key, uses, invites, weight, last round). The key is the public half of a key
 pair that is made for this one invitation. The guest is given the private half, and signs the run
-and its own peer id with it. READY and manifest carry this *possession* with the invitation. A copy
-of both is worth nothing to any other peer. For a peer that is known already, the key is its own.
+and its own peer id with it. This signature is the *possession*. READY and manifest carry it with
+the invitation. A copy of both is worth nothing to any other peer. If the guest's peer id is known
+when the invitation is made, the key may be the guest's own.
 
-An invitation expires with a *round*, not with a time, as clocks differ. Every acceptor of a
+An invitation expires with a *round*, not at a time, as clocks differ. Every acceptor of a
 manifest must come to the same answer, even if it is shown the manifest a year later.
 """
 
@@ -26,7 +27,7 @@ from swarm.protocol.values.strict import Strict
 MAX_USES = 1024
 MAX_INVITES = 2**20
 MAX_WEIGHT = 64
-"""The most ordinary members whose work an anchor may trust one member with."""
+"""An anchor may trust one member with the work of at most this many ordinary members."""
 MAX_ROUND = 2**31 - 1
 MAX_TEXT = 4096
 """Limit on the characters of an invitation's text; it has about 600."""
@@ -46,13 +47,13 @@ class Invitation(Strict):
 
     run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")]
     key: _Peer
-    """Peer id of the key with which guests prove that they were given the invitation."""
+    """Public key, as a peer id, with which guests prove that they were given the invitation."""
     uses: Annotated[int, Field(ge=1, le=MAX_USES)]
     """How many peers may join with it; a peer that comes back does not count again."""
     invites: Annotated[int, Field(ge=0, le=MAX_INVITES)]
-    """How many peers each guest may invite in turn; with 0 it is not an anchor."""
+    """How many peers each guest may invite in turn; with 0 the guest is not an anchor."""
     last_round: _Round
-    """The last round whose manifest may take somebody in with it."""
+    """The last round whose manifest may still take a guest in with this invitation."""
     inviter: _Peer
     signature: _Signature
     weight: Annotated[int, Field(ge=1, le=MAX_WEIGHT)] = 1
@@ -74,7 +75,7 @@ class Invitation(Strict):
 
     @property
     def cost(self) -> int:
-        """The part of its inviter's quota that a guest takes: for itself and for its own guests.
+        """How much of the inviter's quota one guest takes: for itself and for its own guests.
 
         A guest of weight w counts as w.
         """
@@ -118,8 +119,8 @@ def invitation_problem(
         invitation: the invitation that the peer has shown.
         peer: the guest.
         run: id of the run.
-        number: training round of the manifest that is to take it in.
-        uses: uses in the manifest before, and by guests of the same round.
+        number: training round of the manifest that is to take the peer in.
+        uses: uses in the parent manifest, and by guests of the same round.
         left: peers that the inviter may still let in; 0 where it is not an anchor.
     """
     if invitation.run != run and invitation.run.startswith(GATHERING):
@@ -155,7 +156,7 @@ def with_use(uses: Uses, invitation: Invitation, peer: str) -> dict[str, Used]:
 
 
 def still_good(uses: Uses, number: int) -> dict[str, Used]:
-    """The uses that a manifest keeps: of invitations that are valid after this round, by name."""
+    """The uses that a manifest keeps, by name: those of invitations still valid after the round."""
     return {name: used for name, used in sorted(uses.items()) if used.last_round > number}
 
 

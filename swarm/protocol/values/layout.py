@@ -2,8 +2,8 @@
 
 Each expert index has one unit, over all layers, with its tensors concatenated in the order of their
 names. The shared tensors are concatenated likewise, separately for each codec and coding. They are
-then cut into parts of nearly equal size, also inside tensors, with as many parts for each round of
-their period (`round.shared_every`). Bytes are little-endian.
+then cut into parts of nearly equal size, if need be inside a tensor. Each round of their period
+(`round.shared_every`) has equally many parts. Bytes are little-endian.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ def _cut(
 ) -> Iterator[tuple[experts.Slice, ...]]:
     """Cuts concatenated tensors into the fewest parts; sizes differ by at most one element.
 
-    Equal parts spread the averaging evenly over the reducers. If their number is a multiple of the
-    period, they spread it evenly over the rounds of a period, too.
+    Equal parts spread the averaging evenly over the reducers. If the number of parts is a multiple
+    of the period, the averaging is also spread evenly over the rounds of a period.
     """
     total = sum(sizes.values())
     multiple = min(multiple, total) or 1
     num_parts = -(-total // (max_elements * multiple)) * multiple
     tensors = iter(sizes.items())
-    name, size, start = "", 0, 0  # the tensor in turn, and where the part begins in it
+    name, size, start = "", 0, 0  # the current tensor, and where the next part begins in it
     for part in range(num_parts):
         wanted = total * (part + 1) // num_parts - total * part // num_parts
         slices = []

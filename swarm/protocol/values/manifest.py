@@ -1,8 +1,8 @@
 """What a round produced: the manifest, and the orders and quorums that follow from it.
 
-The chain of manifests is the run. `height` is a manifest's position in the chain (merges and
-reforms count), `round` the number of training rounds behind it: "version" always means such a
-round. Rules in brackets, as [R7], are those of swarm/protocol/SAFETY.md.
+The chain of manifests is the run. `height` is a manifest's position in the chain; merges and
+reforms count. `round` is the number of training rounds up to the manifest. A "version" is always
+such a number. Rules in brackets, as [R7], are those of swarm/protocol/SAFETY.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Sources = Mapping[str, tuple[tuple[str, str], ...]]
 
 
 def packed_sources(sources: Sources, contributors: tuple[str, ...]) -> dict[str, object]:
-    """Sources as JSON has them: for units to which all contribute, only the digests, in base64."""
+    """Sources in their JSON form: a unit to which all contribute has only digests, in base64."""
     packed: dict[str, object] = {}
     for unit, values in sources.items():
         packed[unit] = values
@@ -54,7 +54,7 @@ def _from_hex(digits: str) -> bytes | None:
 
 
 def sources_from(packed: object, info: ValidationInfo) -> object:
-    """Unpacks what `packed_sources` made; leaves anything else to the check of its type."""
+    """Unpacks what `packed_sources` made; returns anything else as it is, for the type check."""
     contributors = info.data.get("contributors", ())
     if not isinstance(packed, Mapping):
         return packed
@@ -81,7 +81,7 @@ Wish = str
 """A member's signature under its wish to leave the run after a manifest, in base64
 (member removal)."""
 Stretch = tuple[int, int]
-"""Samples of the run's text: first, and the one after the last."""
+"""Samples of the run's text: the number of the first, and the number after the last."""
 Lineage = tuple[tuple[int, tuple[int, str]], ...]
 Code = tuple[tuple[int, tuple[int, str] | tuple[()]], ...]
 
@@ -129,7 +129,7 @@ class Founding:
 ALL_EXPERTS = 2**11
 """The room of a machine that holds every expert of a run: no model has more experts."""
 SEASONED_ROUNDS = 50
-"""A voter that so many rounds have counted is no longer young [R7]."""
+"""A voter that this many rounds have counted is no longer young [R7]."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ class Member:
     tokens_per_s: Finite = 0.0
     """Speed of its local steps in the last round that counted it; 0 until one has."""
     counted: int = SEASONED_ROUNDS
-    """Rounds that have counted it since it joined, at most `SEASONED_ROUNDS`; the founding
-    electorate begins with these."""
+    """Rounds that have counted it since it joined, at most `SEASONED_ROUNDS`. Founding voters begin
+    with that number."""
     votes: bool = True
     """Whether it is an elector of the next round; a trainee is not."""
     vouched: bool = True
@@ -154,8 +154,8 @@ class Member:
     given: int = 0
     """How many peers it has let in. Left out of the JSON if 0."""
     room: int = ALL_EXPERTS
-    """How many experts fit its machine, by its own word (expert ownership); left out of the JSON if
-    all do."""
+    """How many experts fit its machine, as it says itself (expert ownership). Left out of the JSON
+    if all fit."""
     weight: int = 1
     """An anchor trusts it with the work of this many ordinary members (mean weights, deal sizes);
     left out of the JSON if 1."""
@@ -184,20 +184,20 @@ class Entry:
     """The peer that held the value first."""
     codec: str
     base: Digest | None = None
-    """Digest of the value before: in a merge (merge manifests), and where the value moved by a
+    """Digest of the previous value: in a merge (merge manifests), and where the value moved by a
     delta (delta entries)."""
     delta: Digest | None = None
-    """The blob that moved it from the base; None in a merge, and where values travel."""
+    """The delta's blob; None in a merge, and for a unit whose values travel whole."""
     coding: str = UNCODED
-    """How the delta became bytes; left out of the JSON where there is none."""
+    """How the delta became bytes; left out of the JSON where there is no delta."""
 
 
 @dataclass(frozen=True)
 class Head(Strict):
-    """The part of a manifest that says who decides the next one; its digest is the identity.
+    """The part of a manifest that says who decides the next one. Its digest is the manifest's id.
 
-    A chain of heads with certificates proves a manifest to a peer that has none of those between
-    (`swarm.protocol.chain.trust`). Everything else is in the body, which the head names.
+    A chain of heads with certificates proves a manifest to a peer that has none of the manifests
+    before it (`swarm.protocol.chain.trust`). Everything else is in the body, which the head names.
     """
 
     run: str
@@ -213,7 +213,7 @@ class Head(Strict):
     """Which voters are anchors, the founder among them: bits as hex digits, the first voter is the
     highest bit."""
     contributed: str
-    """Which voters contributed, likewise."""
+    """Which voters contributed, as bits in the same form."""
     seed: Digest | None
     body: Digest
     """The blob that holds the manifest's canonical JSON."""
@@ -236,7 +236,7 @@ class Head(Strict):
 
     @cached_property
     def order(self) -> tuple[PeerId, ...]:
-        """Voters by turn: contributors first, each group by hash; [0] is the first convener."""
+        """Voters in the order in which they convene: contributors first, each group by hash."""
         seed = self.seed or self.digest
         worked = self._among_voters(self.contributed)
         return tuple(sorted(self.voters, key=lambda p: (p not in worked, turn(seed, p), p)))
@@ -253,7 +253,8 @@ class Head(Strict):
     def is_quorum(self, peers: Iterable[PeerId]) -> bool:
         """Whether these peers decide the next round; any two quorums share a voter.
 
-        More than half of the voters, or exactly half with the tie-breaker `order[0]`.
+        They do if they are more than half of the voters, or exactly half with the tie-breaker
+        `order[0]`.
         """
         present = frozenset(self.voters).intersection(peers)
         twice, electors = 2 * len(present), len(self.voters)
@@ -279,7 +280,8 @@ class Manifest:
     tokens: int
     """Cumulative tokens of all contributors."""
     merged: int
-    """floor(step / interval) up to which merges are done (merge schedule)."""
+    """Merges are done for all intervals up to this number, floor(step / interval)
+    (merge schedule)."""
     members: Mapping[PeerId, Member]
     contributors: tuple[PeerId, ...]
     """Peers whose shared tensors are in the mean, in peer-id order."""
@@ -289,7 +291,7 @@ class Manifest:
     """Owners of each expert in the next round, in peer-id order."""
     entries: Mapping[Unit, Entry]
     lineage: Lineage = ()
-    """One (height, (voters that elected its parent's successor, generation)) per reform before."""
+    """For each reform up to here: (height, (number of its parent's electors in it, generation))."""
     work: Mapping[PeerId, int] = field(default_factory=dict)
     """Tokens of each contributor: its weight in every mean of this round."""
     cursor: int = 0
@@ -305,7 +307,7 @@ class Manifest:
     absent: Mapping[PeerId, FormerMember] = field(default_factory=dict)
     """Peers that were members and are still vouched for [R8]."""
     seed: Digest | None = None
-    """Orders the members; the manifest's own digest unless given (a merge inherits)."""
+    """Orders the members: in a merge, the parent's seed or digest; None: the manifest's digest."""
     reasons: tuple[str, ...] = ()
     """Why members or owners changed, a sentence each."""
 
@@ -343,7 +345,7 @@ class Manifest:
 
     @property
     def blobs(self) -> set[Digest]:
-        """Every blob that a member keeps for it."""
+        """Every blob that a member keeps for this manifest."""
         return {self.blob, *self.founding.blobs, *(each.digest for each in self.entries.values())}
 
     @property

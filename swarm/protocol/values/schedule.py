@@ -26,7 +26,7 @@ def merged_until(step: int, merging: MergingConfig) -> int:
 
 
 def merge_due(manifest: Manifest, merging: MergingConfig) -> bool:
-    """Whether this manifest's only successor is a merge (merge schedule).
+    """Whether the next manifest must be a merge (merge schedule).
 
     Depends on `step` and `merged` alone, never on the manifest's kind or a peer's own count. So it
     is the same everywhere, and a reform of a due manifest is due as well.
@@ -44,9 +44,10 @@ class Schedule:
     Attributes:
         experts_every: period of an expert, in training rounds.
         shared_every: period of a part of the shared tensors; above 1 only with `stagger`.
-        stagger: whether units of one kind have different slots, and are exchanged later if missed.
-            Otherwise all experts are due in the same rounds: the multiples of their period.
-        rounds: training rounds of the run; the last one is not a slice, so it exchanges all work.
+        stagger: whether units of one kind have different slots; a unit that misses its slot is
+            exchanged later. Otherwise all experts are due in the rounds that are multiples of
+            their period.
+        rounds: training rounds of the run. The last one exchanges all work, not a slice.
     """
 
     experts_every: int = 1
@@ -58,7 +59,7 @@ class Schedule:
     def cycle(self) -> int:
         """P: the rounds in which every unit is due once, if rounds are slices; else 1.
 
-        Limits that count rounds, such as those on silence, are multiplied by it (member removal,
+        Limits that count rounds, such as those on silence, are multiplied by P (member removal,
         expert ownership).
         """
         return max(self.shared_every, self.experts_every) if self.stagger else 1
@@ -119,7 +120,7 @@ def _with_owners(tip: Manifest) -> Set[Unit]:
 
 @dataclass(frozen=True)
 class _Case:
-    """A cache key by the identity of the manifest, since each offer asks for the same slice."""
+    """A cache key that compares the manifest's identity: each offer asks for the same slice."""
 
     schedule: Schedule
     name: int = field(init=False)
@@ -154,10 +155,10 @@ def expert_slots(tip: Manifest, every: int) -> dict[int, int]:
 
     Policy: slice schedule.
 
-    So each owner sends the same amount in each round, if it has `every` experts or a multiple of
-    that. With fewer experts, all owners together do. If an expert moves, the experts of its two
-    owners get other slots. Experts of other owners do so only if one of the two has no other
-    expert.
+    So an owner of `every` experts, or of a multiple of that, sends the same amount in each round.
+    With fewer experts each, all owners together do. If an expert moves, the experts of its old and
+    its new owner get other slots. Experts of other owners get other slots only if one of these two
+    has no other expert.
     """
     owners = {expert: owners[0] for expert, owners in tip.owners.items() if owners}
     ranks = {peer: rank for rank, peer in enumerate(sorted(set(owners.values())))}

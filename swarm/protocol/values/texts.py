@@ -42,4 +42,4 @@ class TokenizerFile(Strict):
     end_of_text: Annotated[int, Field(ge=0, lt=2**20)]
     """Id of the token that closes a document."""
     held_out_bytes: Annotated[int, Field(ge=1, le=2**40)]
-    """Bytes of the held-out text in UTF-8; with the byte tokenizer its tokens give the number."""
+    """Bytes of the held-out text in UTF-8; with the byte tokenizer, the number of its tokens."""

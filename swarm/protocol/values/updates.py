@@ -1,20 +1,21 @@
 """How far local steps can move a value (update bounds). Pure.
 
 AdamW divides each element's mean gradient by the root of its mean square. So a step moves an
-element by at most rho times the learning rate, plus the weight decay, for any gradients. The
-gradients have the weights a_i = (1 - b1) b1^i and c_i = (1 - b2) b2^i. The inequality of Cauchy and
-Schwarz then gives rho^2 = sum of a_i^2 / c_i = (1 - b1)^2 / ((1 - b2) (1 - b1^2 / b2)). This needs
-b1^2 < b2. For a first step rho is 1. Kingma and Ba (arXiv 1412.6980, section 2.1) give the same
-bound.
+element by at most rho times the learning rate, plus the weight decay, for any gradients. Let b1 and
+b2 be Adam's betas. In the two means, the gradient of i steps ago has the weights
+a_i = (1 - b1) b1^i and c_i = (1 - b2) b2^i. The inequality of Cauchy and Schwarz then gives
+rho^2 = sum of a_i^2 / c_i = (1 - b1)^2 / ((1 - b2) (1 - b1^2 / b2)). This needs b1^2 < b2. For a
+first step rho is 1. Kingma and Ba (arXiv 1412.6980, section 2.1) give the same bound.
 
-Muon's step is 0.2 sqrt(longest side) times a matrix whose singular values are at most 1.21, and so
-are its elements. The bound of a run with Muon is the larger of both, for all tensors.
+Muon's step is 0.2 sqrt(longest side) times a matrix whose singular values are at most 1.21. So its
+elements are at most 1.21, too. In a run with Muon, the larger of the two bounds holds for all
+tensors.
 
-All of this is in the run's configuration, so everybody computes the same bound, in the first round
-too.
+All of this is in the run's configuration. So everybody computes the same bound, even in the first
+round.
 
-The learning rate is the schedule's at the steps behind a value. If these may be steps of earlier
-rounds, it is the largest that the schedule had since then.
+The learning rate is the one that the schedule had in the steps that made a value. If these may be
+steps of earlier rounds, it is the largest that the schedule had since then.
 """
 
 from __future__ import annotations
@@ -27,23 +28,24 @@ from swarm.config import MUON_SCALE, Codec, ModelConfig, RunConfig
 from swarm.protocol.values.manifest import Digest
 
 SLACK = 2
-"""Bounds are this many times what is possible. Moments in few bits, or taken over from another
-count of updates, move a value a little further. No gradient does: garbage exceeds a bound by orders
-of magnitude."""
+"""Bounds are this many times the possible move. A value moves a little further than that if its
+moments have few bits, or come from another number of updates. No gradient moves it further:
+garbage exceeds a bound by orders of magnitude."""
 ROUNDING: dict[Codec, float] = {"fp32": 2.0**-16, "bf16": 2.0**-6}
-"""How far the wire and an owner's master may differ, relative to the value itself."""
+"""How far a value on the wire and its owner's master may differ, relative to the value."""
 REST: dict[Codec, float] = {"fp32": 2.0**-16, "bf16": 2.0**-8}
-"""The same in absolute terms, for a value that has become small since, as in a merge."""
+"""The same in absolute terms, for a value that has become small meanwhile, as in a merge."""
 IMPLAUSIBLE = "implausible_update"
 REFUSALS = frozenset({IMPLAUSIBLE, "non_finite", "out_of_range"})
 """Reasons to refuse a value that came whole: nobody else would take it, either."""
 
 
 LARGEST_SINGULAR_VALUE = 1.21
-"""Of what Muon orthogonalises: its polynomial is at most 1.2024 between 0 and 1.2024."""
+"""Limit of a matrix that Muon has orthogonalised: Muon's polynomial is at most 1.2024 between 0 and
+1.2024."""
 GRAIN = 2**20
-"""Shares of the learning rate are rounded up to one in so many, so that all processors get the same
-share."""
+"""Shares of the learning rate are rounded up to a multiple of 1 / GRAIN, so that all processors get
+the same share."""
 
 
 def _constant(_step: int) -> float:
@@ -51,16 +53,16 @@ def _constant(_step: int) -> float:
 
 
 def largest_matrix_move(side: int) -> float:
-    """How far one update of Muon moves an element at most, by the learning rate.
+    """The most that one update of Muon moves an element, as a multiple of the learning rate.
 
-    No element of a matrix is larger than its largest singular value. `side`: the longest one of
-    the matrix. Weight decay is apart.
+    No element of a matrix is larger than its largest singular value. `side` is the matrix's longest
+    side. Weight decay is not included.
     """
     return MUON_SCALE * math.sqrt(side) * LARGEST_SINGULAR_VALUE
 
 
 def longest_side(model: ModelConfig) -> int:
-    """Of all matrices of attention and of experts."""
+    """The longest side of all matrices of attention and of experts."""
     heads = max(model.num_attention_heads, model.num_key_value_heads) * model.dim_per_head
     return max(model.hidden_size, model.moe_intermediate_size, heads)
 
@@ -76,7 +78,7 @@ class StepBound:
     bias: float = 0.0
     """Part that no learning rate scales: that of a router's selection bias."""
     rate_share: Callable[[int], float] = _constant
-    """Share of the largest learning rate after so many steps of the run: it rises, then falls."""
+    """Share of the largest learning rate after a given step of the run: it rises, then falls."""
     peak: int = 0
     """The step where the share is largest."""
 
@@ -100,7 +102,7 @@ class StepBound:
         )
 
     def between(self, first: int, last: int) -> StepBound:
-        """The bound of a step that follows so many steps of the run, at least and at most."""
+        """The bound of a step that follows at least `first`, at most `last` steps of the run."""
         steps = (first, last, min(max(first, self.peak), last))
         share = math.ceil(GRAIN * max(map(self.rate_share, steps))) / GRAIN
         return StepBound(self.absolute * share + self.bias, self.relative * share)
@@ -117,9 +119,9 @@ class UpdateBound:
 
 
 def bound_after(steps: int, base: Digest, codec: Codec, step: StepBound) -> UpdateBound:
-    """The bound of a value that so many local steps have moved since `base`, the agreed value.
+    """The bound of a value that `steps` local steps have moved from `base`, the agreed value.
 
-    Weight decay acts on what the steps have added as well: by less than its relative part of that.
+    Weight decay also acts on what the steps have added, by less than its relative part of that.
     """
     decay = SLACK * steps * step.relative
     moved = SLACK * steps * step.absolute

@@ -1,6 +1,6 @@
-"""Which samples a peer reads next, and what its work counts for.
+"""Which samples a peer reads next, and how much its work weighs in means (claimed work). Pure.
 
-Deals of text are agreed, so that nothing is read twice. Weights in means (claimed work). Pure.
+The peers agree on who reads which part of the text, so that nothing is read twice.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ Work = Mapping[PeerId, int]
 Trusted = Mapping[PeerId, int]
 """Weight of each member that an anchor trusts with more than one member's work."""
 MOST = (3, 2)
-"""A source weighs at most this many times the lower median of the contributors' tokens."""
+"""A source weighs at most this fraction times the lower median of the contributors' tokens."""
 LARGEST_SHARE = 3
-"""Of three or more sources, none has more than one part in this many of the weight."""
+"""If there are three or more sources, none has more than 1 / `LARGEST_SHARE` of the weight."""
 NOBODY: Trusted = {}
 
 
@@ -27,14 +27,14 @@ def weights(
     """Weights of the sources of a unit, in the order given; None if all are equal.
 
     A source weighs its tokens, but at most 1.5 times the lower median of the contributors' tokens.
-    Of three or more sources, none has more than a third of the weight. For a member that is vouched
-    for with weight w, the first limit is w times as high, and the second does not hold.
+    If there are three or more sources, none has more than a third of the weight. For a member that
+    is vouched for with weight w, the first limit is w times as high, and the second does not hold.
 
-    A late offer brings an expert and names no tokens. So it weighs as much as the least of the
-    others; if all are late, all weigh the same.
+    A late offer brings an expert and names no tokens. So it weighs as much as the lightest other
+    source; if all are late, all weigh the same.
 
     Args:
-        work: tokens of each contributor; others, and those of 0 tokens, are late.
+        work: tokens of each contributor; a source that is not in it, or has 0 tokens, is late.
         peers: the sources.
         trusted: trusted members by the manifest before the round.
     """
@@ -50,8 +50,8 @@ def weights(
 def trained(work: Work, trusted: Trusted = NOBODY) -> int:
     """Tokens by which a round moves the run and its schedule (claimed work).
 
-    Nobody counts more than the limit of a mean, nor more than another contributor does. So a single
-    member that claims too much moves the schedule no further than another has worked.
+    No contributor counts for more than the limit in a mean, nor for more than the second largest.
+    So one member that claims too much moves the schedule no further than another has worked.
     """
     each = _each(work, trusted)
     second = sorted(each.values())[-2:][0] if each else 0
@@ -60,7 +60,7 @@ def trained(work: Work, trusted: Trusted = NOBODY) -> int:
 
 
 def limited(work: Work, trusted: Trusted = NOBODY) -> dict[PeerId, int]:
-    """Tokens of each contributor that did any, at most 1.5 times the lower median."""
+    """Tokens of each contributor that has any, cut to 1.5 times the lower median."""
     each = _each(work, trusted)
     if not each:
         return {}
@@ -77,9 +77,10 @@ def _each(work: Work, trusted: Trusted) -> dict[PeerId, int]:
 
 
 def _level(weighed: Sequence[int], is_free: Sequence[bool]) -> list[int]:
-    """The weights of three or more sources; those above a third are cut down, except free ones.
+    """The weights of three or more sources; those above a third are cut, except free ones.
 
-    If one is cut down, it becomes half of all others. If two are, each becomes all of the others.
+    If one weight is cut, it becomes half of the sum of all others. If two are cut, each becomes the
+    sum of all others.
     """
     total = sum(weighed)
     bound = sorted((n for n, free in zip(weighed, is_free, strict=True) if not free), reverse=True)
@@ -98,7 +99,8 @@ Counts = Mapping[PeerId, int]
 MAX_SAMPLES = 2**62
 """Samples are numbered below this."""
 MAX_HOLES = 2**16
-"""More holes are refused. Random histories that lose members by the dozen have at most 3 N."""
+"""More holes are refused. In random histories in which members leave by the dozen, N members had at
+most 3 N holes."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Book:
 
     cursor: int = 0
     holes: Stretches = ()
-    """Ascending, disjoint, neither empty nor adjacent."""
+    """Open samples before the cursor: ascending, disjoint stretches, not empty, not adjacent."""
     dealt: Mapping[PeerId, Stretches] = field(default_factory=dict)
     """The stretches of each member, in the order in which it reads them."""
 
@@ -129,8 +131,8 @@ def next_book(book: Book, counted: Counts, quotas: Counts, *, keeps_rest: bool =
         book: the parent's book.
         counted: for each contributor, samples from the front of its deal that entered the round.
         quotas: for each member of the new manifest, how many samples it is to have.
-        keeps_rest: whether uncounted samples stay with a member, before its newly dealt ones:
-            where rounds overlap, it may have read them by now (overlapped deals).
+        keeps_rest: whether uncounted samples stay with a member, ahead of newly dealt ones. Where
+            rounds overlap, the member may have read them by now (overlapped deals).
     """
     open_, kept = [*book.holes], dict[PeerId, Stretches]()
     for peer, stretches in book.dealt.items():
@@ -160,7 +162,7 @@ def reformed_book(book: Book, quotas: Counts) -> Book:
 
 
 def book_problem(book: Book) -> str | None:
-    """Why this is not a valid book, after whichever book; None if it is.
+    """Why this is not a valid book, whatever its parent's; None if it is valid.
 
     Every sample before the cursor is in at most one stretch, and none is at or after it.
     """
@@ -218,7 +220,7 @@ def split(stretches: Iterable[Stretch], count: int) -> tuple[Stretches, Stretche
 
 
 def _in_turn(first: Stretches, then: Stretches) -> Stretches:
-    """Both in a row; stretches that touch become one."""
+    """Both one after the other; stretches that touch become one."""
     if first and then and first[-1][1] == then[0][0]:
         return (*first[:-1], (first[-1][0], then[0][1]), *then[1:])
     return (*first, *then)

@@ -1,7 +1,8 @@
 """Checks a manifest from another peer: may it belong to the chain [H1] (merge manifests)? Pure.
 
-A proposed manifest comes with its evidence, and is recomputed from it. A decided one comes without,
-since its quorum has judged it. So only its consistency with its parent is checked here.
+A proposed manifest comes with its evidence, and is recomputed from the evidence. A decided manifest
+comes without evidence, since a quorum has judged it. So only its consistency with its parent is
+checked here.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def members_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str |
 
     Policies: member removal, joiner limits.
 
-    A member's silence counts on or restarts. Its capacity and room change only if it was heard. A
-    member is removed only if it was silent for too long, or has signed a wish to leave. The number
-    of joiners is limited, and nobody votes without having earned the vote.
+    A member's silent rounds go up by one or back to 0. Its capacity and room change only if it was
+    heard. A member is removed only if it was silent for too long, or has signed a wish to leave.
+    The number of joiners is limited, and nobody votes without having earned the vote.
     """
     gone = parent.members.keys() - manifest.members.keys()
     unsigned = sorted(set(wishes_of(manifest, parent, rules)) - manifest.wishes.keys())
@@ -67,7 +68,7 @@ def members_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str |
 def _possible(manifest: Manifest, parent: Manifest, rules: Rules) -> Iterator[Membership]:
     """The memberships that could follow from the manifest's own claims.
 
-    Either the removed members have left, or all members would have left: then they stay listed.
+    Either the members that it lacks were removed, or all would have been: then all stay listed.
     """
     heard = {peer for peer, member in manifest.members.items() if member.silent == 0}
     for leaving in (wishes_of(manifest, parent, rules), tuple(parent.members)):
@@ -101,12 +102,12 @@ def wishes_of(manifest: Manifest, parent: Manifest, rules: Rules) -> tuple[PeerI
 
 
 def _without_pace(members: Mapping[PeerId, Member]) -> dict[PeerId, Member]:
-    """The members without their pace, which is judged apart: contributors report their own."""
+    """The members without their pace, which `pace_problem` judges: contributors report it."""
     return {peer: replace(member, tokens_per_s=0.0) for peer, member in members.items()}
 
 
 def ownership_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
-    """Why these cannot be the owners after a round; None when they can.
+    """Why a manifest's owners cannot follow from its parent; None when they can.
 
     Policies: expert ownership, ownership cap.
     """
@@ -170,9 +171,10 @@ def _placement_problem(
 
 
 def _merge_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
-    """What in a merge breaks (merge manifests), or None; the digests of experts are never judged.
+    """What a merge has that no merge may have, or None (merge manifests).
 
-    One peer with odd arithmetic would otherwise block the swarm for ever.
+    The digests of experts are never judged. Otherwise one peer whose arithmetic gives other bits
+    would block the swarm for ever.
     """
     if manifest.entries.keys() != parent.entries.keys():
         return "its units are not its parent's"
@@ -208,7 +210,7 @@ def _round_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | 
 
 
 def _work_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
-    """Why its contributors' tokens, or the counts that follow from them, are wrong.
+    """Why a manifest's tokens of contributors, or the counts that follow from them, are wrong.
 
     Policies: claimed work, step count.
     """
@@ -284,7 +286,7 @@ def _move_problem(unit: Unit, entry: Entry, parent: Manifest, rules: Rules) -> s
 
 
 def owners_problem(manifest: Manifest, rules: Rules) -> str | None:
-    """What is wrong with members, voters or owners, such as a missing owner; None if nothing."""
+    """What is wrong with members, voters or owners, such as a missing owner; or None."""
     if not manifest.voters:
         return "nobody has a vote in it"
     for peer, member in manifest.members.items():
@@ -337,7 +339,7 @@ def reform_problem(manifest: Manifest, rules: Rules) -> str | None:
 
 
 def _reform_of_tip_problem(manifest: Manifest, tip: Manifest, rules: Rules) -> str | None:
-    """Why a reform does not follow from the own tip; a reform of another tip is not judged."""
+    """Why a reform does not follow from this peer's tip; one of another tip is not judged."""
     if manifest.parent != tip.digest:
         return None
     if book_of(manifest) != deals.book_of_reform(tip, manifest.members, rules):
@@ -353,7 +355,7 @@ def _trust(member: Member | None) -> tuple[bool, int, int, int]:
 
 
 def _survivors_problem(manifest: Manifest, tip: Manifest) -> str | None:
-    """Why a reform gives votes, or counts rounds, that its parent did not; None if it does not."""
+    """Why a reform gives votes, or counts rounds, that its parent did not; or None."""
     if manifest.invitations != tip.invitations:
         return "its invitations are not its parent's"
     if manifest.absent != absent_after(tip, manifest.members, tip.round):

@@ -28,7 +28,7 @@ from swarm.protocol.values.invitation import Credential
 from swarm.protocol.values.schedule import merged_until
 
 NO_WISH: manifest.Wish = ""
-"""Stands for a missing wish: a manifest without it never follows from its evidence."""
+"""Stands for a missing wish: a manifest that lacks a leaver's wish never follows from evidence."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Attendance:
     capacities: Mapping[manifest.PeerId, float] = field(default_factory=dict)
     """Declared capacities of the members that were heard."""
     rooms: Mapping[manifest.PeerId, int] = field(default_factory=dict)
-    """Declared rooms of these members and of joiners."""
+    """Declared rooms of members that were heard, and of joiners."""
     credentials: Mapping[manifest.PeerId, Credential] = field(default_factory=dict)
     """Credentials that peers have shown; their signatures are valid."""
 
@@ -136,7 +136,7 @@ def owners_after(
         on_trial=on_trial(members),
         owners_per_expert=rules.owners_per_expert,
         num_experts=rules.num_experts,
-        # Ties break alike in all rounds, so that a repeated round moves the same experts.
+        # The seed is the same in all rounds, so that a repeated round moves the same experts.
         seed=tip.founding.nonce,
     )
 
@@ -144,7 +144,7 @@ def owners_after(
 def _renewed(
     plan: Plan, results: Mapping[manifest.Unit, ReducedUnit], number: int, rules: Rules
 ) -> dict[manifest.Unit, manifest.Entry]:
-    """Entries of the roster's units; all others keep digest and version (entry renewal)."""
+    """New entries of the roster's units; other units keep digest and version (entry renewal)."""
     entries = {}
     for unit, values in plan.sources.items():
         source = plan.reducers.get(unit, values[0][0])
@@ -282,7 +282,7 @@ def _survivor(
 
 
 def new_generation(tip: manifest.Manifest, reformer: manifest.PeerId, nonce: int) -> str:
-    """A generation's id: unique, never derived by counting [F3]."""
+    """A generation's id [F3]. It is unique, and drawn: two reformers could count up to the same."""
     return digest_of(f"{tip.digest}/{reformer}/{nonce:032x}".encode())[:32]
 
 

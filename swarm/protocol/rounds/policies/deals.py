@@ -15,11 +15,11 @@ from swarm.protocol.values.manifest import Founding, Manifest, Member, PeerId
 from swarm.protocol.values.work import Book, book_of, next_book, num_samples
 
 UNKNOWN_PACE = 16
-"""A peer of unknown pace is dealt this many times `local_steps`: the fastest of very unequal peers
-shall not idle in its first round."""
+"""A peer of unknown pace is dealt this many times `local_steps`, so that the fastest of very
+unequal peers does not idle in its first round."""
 FASTEST = 64
-"""With two voters left, one of them is the median. So nobody is dealt more than this many times the
-work of the lower median voter."""
+"""Nobody is dealt more than this many times the work of the lower median voter. With two voters
+left, the upper median would be the faster one itself."""
 MAX_TOKENS_PER_S = 1e12
 """A higher pace is cut to this, so that quotas stay finite, whatever an offer says."""
 MAX_QUOTA = 2**40
@@ -31,10 +31,10 @@ def quotas(
 ) -> dict[PeerId, int]:
     """Samples that each member may read in the round after a manifest, in whole steps (deal sizes).
 
-    In the exact mode, the samples of the steps that every peer takes. With `round.seconds`, 1.25
-    times the samples that fit the time at the member's pace, but at most 4 times those of the
-    median voter. For a member that an anchor has vouched for with weight w, this limit is 1.25 w if
-    that is more.
+    In the exact mode, a member gets the samples of the steps that every peer takes. With
+    `round.seconds`, it gets 1.25 times the samples that fit the time at its pace, but at most 4
+    times those of the median voter. An anchor may have vouched for the member with weight w. Then
+    the limit is 1.25 w times those of the median voter, if 1.25 w is more than 4.
 
     A member without a pace gets 16 times the samples of the exact mode, within the same limit.
     While no voter has a pace, all members together get at most half a lap. So the first round of a
@@ -66,7 +66,7 @@ def quotas(
 
 
 def _median_pace(members: Mapping[PeerId, Member]) -> float:
-    """The pace of the median voter, the upper one of two; 0 if no voter has a pace.
+    """The pace of the median voter (of two medians, the upper); 0 if no voter has a pace.
 
     A voter that is vouched for with weight w counts with a w-th of its pace.
     """
@@ -130,7 +130,8 @@ def _wanted(
 def most_samples(peer: PeerId, parent: Manifest, rules: Rules) -> int:
     """Samples that a peer may count in the round after a manifest (counted work).
 
-    The samples of its deal. With a private corpus, as many as it would be dealt of a common text.
+    These are the samples of its deal. A peer with a private corpus may count as many as it would be
+    dealt of a common text.
     """
     if rules.is_dealt:
         return num_samples(parent.dealt.get(peer, ()))
@@ -148,7 +149,7 @@ def work_of(offers: Mapping[PeerId, Offer]) -> dict[PeerId, int]:
 def with_pace(
     members: Mapping[PeerId, Member], offers: Mapping[PeerId, Offer], rules: Rules
 ) -> dict[PeerId, Member]:
-    """The members with the pace that their offers show; four digits keep manifests small.
+    """The members with the pace that their offers show, to four digits: manifests stay small.
 
     Policy: counted work.
     """

@@ -25,7 +25,7 @@ from swarm.protocol.values.manifest import Manifest, PeerId, Unit, Wish
 
 @dataclass(frozen=True)
 class _Case:
-    """A cache key: it compares the identity of its objects, not their contents."""
+    """A cache key that compares the identity of its objects, not their contents."""
 
     names: tuple[int, int, int, int] = field(init=False)
     manifest: Manifest = field(compare=False)
@@ -43,8 +43,9 @@ def evidence_problem(
 ) -> str | None:
     """Why a manifest does not follow from its evidence; None when it does.
 
-    With 256 peers, this takes longer than an event loop may be blocked. The shell asks in another
-    thread before it passes a proposal on, and the answer for these very objects is cached.
+    With 256 peers, this takes longer than an event loop may be blocked. The shell therefore calls
+    this in another thread before it passes a proposal on. The answer for the same objects is
+    cached.
 
     Invalid signatures have been dropped from the evidence before.
     """
@@ -78,7 +79,7 @@ def _judged(case: _Case) -> str | None:
 def _sources_problem(
     manifest: Manifest, evidence: Evidence, tip: Manifest, rules: Rules
 ) -> str | None:
-    """Why no offers can be rebuilt from its sources; None when they can."""
+    """Why no offers can be rebuilt from a manifest's sources; None when they can."""
     for unit in manifest.sources:
         if unit not in rules.unit_bytes or not unit_in(unit, tip, manifest):
             return f"the run has no unit {unit}"
@@ -92,7 +93,7 @@ def _sources_problem(
 
 
 def unit_in(unit: Unit, *manifests: Manifest) -> bool:
-    """Whether all of these have a value of the unit."""
+    """Whether all of these manifests have a value of the unit."""
     return all(unit in manifest.entries for manifest in manifests)
 
 
@@ -136,7 +137,7 @@ def result_problem(unit: Unit, result: ReducedUnit, rules: Rules) -> str | None:
 
 
 def newest_results(reports: Sequence[Report], plan: Plan, rules: Rules) -> tuple[Report, ...]:
-    """The reports of a reducer, newest first, that have results which those before them lack."""
+    """The reports of a reducer, newest first, that have results which newer reports lack."""
     kept: list[Report] = []
     covered: set[Unit] = set()
     for report in reports:
@@ -148,7 +149,7 @@ def newest_results(reports: Sequence[Report], plan: Plan, rules: Rules) -> tuple
 
 
 def results_of(reports: Sequence[Report], plan: Plan, rules: Rules) -> dict[Unit, ReducedUnit]:
-    """The results of the reducers; of several for a unit, the first that is shown."""
+    """The results of the reducers; for a unit with several, the first that is shown."""
     results: dict[Unit, ReducedUnit] = {}
     for report in reports:
         results = {**valid_results(report, plan, rules), **results}

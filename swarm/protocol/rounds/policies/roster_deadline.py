@@ -1,13 +1,14 @@
 """When a convener stops waiting for offers (roster deadline). Pure.
 
-No local step may be thrown away without a reason, so every live peer is held to its own word on
-when it will be ready. The durations of earlier rounds do not count: a wait would lengthen the next
-one. A peer that convenes for the first time, or restarts, knows no earlier round.
+No local step may be thrown away without a reason. So the convener waits for every live peer as long
+as the peer itself said that it needs. The durations of earlier rounds do not count: a long wait
+would allow a longer one in the next round. A peer that convenes for the first time, or restarts,
+knows no earlier round.
 
-Once a quorum has offered, a peer is also waited for no longer than that pays. Each second of
+Once a quorum has offered, a peer is waited for only as long as the wait pays. Each second of
 waiting costs one second of every voter that has offered. Leaving a late peer out costs the time
-that it has spent on its shared tensors in this round, and on fetching the tip before that. Waiting
-may pay for several voters together though for none of them alone, as a second passes once for all.
+that it has spent on its shared tensors in this round, and on fetching the tip before that. A wait
+may pay for several late voters together though for none alone: they all use the same seconds.
 Where rounds overlap, a second of waiting costs nothing as long as those voters take their next
 steps meanwhile (stall deadline).
 """
@@ -21,20 +22,20 @@ from swarm.protocol.timing.deadlines import Timers
 from swarm.protocol.values.manifest import PeerId
 
 DONE, DONE_AGAIN = 8, 32
-"""A peer that is done by its word, but has not offered, is writing its offer or hangs. It may
-exceed its word by this part of it, and by less if the last wait for it brought nothing."""
+"""A peer that should be done by its word, but has not offered, writes its offer or hangs. It may
+exceed the announced time by an eighth, or by a 32nd if the last wait for it brought nothing."""
 NEW_SHARE = 4
-"""Once a quorum has offered, voters wait for a new trainee for at most this part of the time that
-the fastest of them has worked: any newcomer may say that it will be ready soon. The experts of a
-slower machine still count, as late ones do (late offers)."""
+"""Once a quorum has offered, voters wait for a new trainee for at most a quarter of the time that
+the fastest voter has worked: any newcomer may claim to be ready soon. A slower machine's experts
+still count, like those of all late offers (late offers)."""
 PATIENT_EVERY = 8
-"""One round in so many waits for new trainees as for voters. So a slow machine is counted for the
-first time, and after that it is waited for as long as rounds keep counting it."""
+"""One round in so many is *patient*: it waits for new trainees as for voters. There a slow machine
+is counted for the first time. After that it is waited for as long as rounds keep counting it."""
 BEHIND = 2
-"""In these rounds, and in all rounds of a lone voter, members that still fetch the tip are waited
+"""In patient rounds, and in all rounds of a lone voter, members that still fetch the tip are waited
 for: at most this many times the time that the fastest voter has worked. A lone voter needs nobody,
 and its rounds may be shorter than the time that others need to fetch its values. Without this wait
-those would never reach its tip."""
+the others would never reach its tip."""
 UNEQUAL = 16
 """Without a quorum of offers, a peer that needs this many times the fastest's time is given up."""
 
@@ -61,9 +62,10 @@ class Absent:
     worked_s: float
     """How long it has worked on the tip."""
     word: Word | None = None
-    """None: it gave none."""
+    """None: it gave no word."""
     contributed: bool = True
-    """Whether it contributed to the tip, or nobody did. Else the last wait for it was useless."""
+    """Whether it contributed to the tip, or nobody did. Otherwise the last wait for it brought
+    nothing."""
     is_gone: bool = False
     """Whether its machine refused the last message to it."""
     is_new: bool = False
@@ -72,8 +74,8 @@ class Absent:
     is_behind: bool = False
     """Whether it lives but still fetches the tip, in a round that waits for that."""
     fetched_s: float = 0.0
-    """How long it fetched the tip before it could work. This is lost with its work: otherwise a
-    peer that fetches for as long as a round lasts would never be counted."""
+    """How long it fetched the tip before it could work. This time counts as lost with its work, or
+    a peer that fetches for as long as a round lasts would never be counted."""
 
     @property
     def invested_s(self) -> float:
@@ -84,7 +86,8 @@ class Absent:
 class Absentees(Collection[Absent]):
     """Members that have not offered. Each is looked at once, and only when it is needed.
 
-    One member to wait for decides, so the convener of 256 looks at one or two a READY.
+    A single member to wait for keeps the roster open. So at each READY, the convener of 256 members
+    looks at one or two of them.
     """
 
     def __init__(self, peers: Collection[PeerId], look: Callable[[PeerId], Absent]) -> None:
@@ -118,8 +121,8 @@ class OpenRoster:
     """Time since a quorum had offered; None: none has."""
     num_offers: int
     """Offers of voters with shared tensors, without those of peers that were left out. Only these
-    voters' seconds count as the cost of waiting. Otherwise keys that offer at once would have a
-    slow voter left out."""
+    voters' seconds count as the cost of waiting. Otherwise anybody could have a slow voter left out
+    by means of many keys that offer at once."""
     num_members: int
     quorum_answers: bool
     """Whether a quorum has answered, with an offer or without."""
@@ -127,10 +130,10 @@ class OpenRoster:
     """How long the fastest of the voters with an offer has worked; 0 if none has offered."""
     absent: Collection[Absent]
     num_of_trainees: int = 0
-    """Offers of trainees, likewise."""
+    """Offers of trainees with shared tensors, without those of peers that were left out."""
     spare_s: float = 0.0
-    """Where rounds overlap: the time until the first voter with an offer would wait, less that of
-    the transfers. Until then waiting costs nothing (stall deadline)."""
+    """Where rounds overlap: the time until the first voter with an offer has no steps left, less
+    the time of the transfers. For so long waiting costs nothing (stall deadline)."""
 
     @property
     def num_all(self) -> int:
@@ -152,7 +155,7 @@ def why_close(roster: OpenRoster, timers: Timers) -> str | None:
 
 
 def keeps_word(roster: OpenRoster, timers: Timers) -> bool:
-    """Whether there is a member to wait for, so that a campaign may be as old as it is.
+    """Whether there is a member to wait for, which justifies the age of the campaign.
 
     Policy: campaign end.
     """
@@ -186,9 +189,9 @@ def _why_not(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
 
 
 def _pays_together(roster: OpenRoster, timers: Timers) -> bool:
-    """Whether waiting pays for several late voters together, counted from the soonest on.
+    """Whether waiting pays for several late voters together, starting with the soonest.
 
-    Trainees count only by themselves. Otherwise many keys that are late could hold up few voters.
+    A trainee counts only by itself. Otherwise many late keys together could hold up a few voters.
     """
     if roster.waited_s is None:
         return False
@@ -278,7 +281,7 @@ def _overdue_s(absent: Absent) -> float:
 
 
 def _why_overdue(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
-    """How a member broke its word; one that gave none should be as fast as a quorum."""
+    """How a member broke its word; without a word, it should be as fast as a quorum."""
     assert roster.waited_s is not None
     waited_s = roster.waited_s
     word = absent.word or Word(max(0.0, absent.worked_s - waited_s), waited_s)

@@ -19,8 +19,8 @@ from swarm.protocol.values.manifest import Digest, Manifest, PeerId, Unit
 NO_UPLINKS: Uplinks = {}
 MOST_SHARES = 2
 """Nobody averages more than this many times its share of the bytes, whatever uplink it claims. This
-bounds how much a false claim draws to a peer, as with capacities (balanced uploads,
-ownership cap)."""
+bounds how much of the averaging a false claim brings to a peer; a like rule holds for capacities
+(balanced uploads, ownership cap)."""
 _FULL = 1e30
 """More than any burden, in seconds or bytes."""
 Sources = Mapping[Unit, tuple[tuple[PeerId, Digest], ...]]
@@ -31,18 +31,18 @@ class Plan:
     """A closed roster and all that follows from it."""
 
     roster_id: Digest
-    """Digest of the tip, the offers and the possible reducers: all else follows from these."""
+    """Digest of the tip, the offers and the possible reducers: the rest follows from these."""
     offers: Mapping[PeerId, Offer]
     sources: Sources
     """For each unit in the roster, its offered values, in peer-id order (roster deadline)."""
     reducers: Mapping[Unit, PeerId]
     """The reducer of each unit with more than one source."""
     able: Uplinks
-    """The possible reducers: peers that others can dial, or all where nobody can be."""
+    """The possible reducers: peers that others can dial, or all if nobody can be dialed."""
 
     @property
     def contributors(self) -> tuple[PeerId, ...]:
-        """Peers whose shared tensors are averaged; those that were late bring experts only."""
+        """Peers whose shared tensors are averaged; peers that were late bring experts only."""
         return tuple(peer for peer, offer in self.offers.items() if not offer.is_late)
 
 
@@ -111,7 +111,7 @@ def plan_roster(
     undialable: Collection[PeerId] = (),
     uplinks: Uplinks = NO_UPLINKS,
 ) -> Plan:
-    """Plans the round over exactly these valid offers; undialable peers reduce only at need."""
+    """Plans the round over exactly these valid offers; an undialable peer reduces only at need."""
     ordered = {peer: offers[peer] for peer in sorted(offers)}
     sources = sources_of(ordered)
     willing = [peer for peer in ordered if peer not in undialable] or list(ordered)
@@ -142,19 +142,20 @@ def assign_reducers(
 
     Policies: balanced uploads, delta means.
 
-    A source has its own value already, so a unit of b bytes with s sources costs s - 1 transfers
-    in and N - 1 out. Summed over a round this is b x (2 S (N-1) + X (N+R-2)). Uploads are balanced
-    in seconds. Each unit, largest first, goes to the source that would have sent all of its own the
-    soonest, unless that has had MOST_SHARES already. A unit with one source, which is taken
-    verbatim, counts as its peer's burden.
+    A reducer that is a source has its own value already. So a unit of b bytes with s sources costs
+    s - 1 transfers to its reducer and N - 1 from it. Over a round of S shared units and X experts
+    with R owners each, this is b x (2 S (N-1) + X (N+R-2)). Uploads are balanced in seconds. Each
+    unit, largest first, goes to the source that would be the first to have sent all that it has to
+    send so far, unless that source has MOST_SHARES already. A unit with one source is taken
+    verbatim, and counts as its peer's burden.
 
     Args:
         offers: the roster.
-        reducers: peers of the roster that may reduce, in any order, and their uplinks. A unit that
-            none of them offers is averaged by one of its sources all the same.
+        reducers: peers of the roster that may reduce, in any order, and their uplinks. If none of
+            them offers a unit, one of the unit's sources averages it all the same.
         unit_bytes: bytes that each unit's next value costs a peer that receives it.
         always: units that have a reducer even with a single source.
-        sources: `sources_of(offers)`, if it is known: those of 256 peers are 120,000.
+        sources: `sources_of(offers)`, if it is known: for 256 peers it has 120,000 values.
 
     Returns:
         Unit -> reducer, sorted by unit; units taken verbatim are not in it.
@@ -185,7 +186,7 @@ def assign_reducers(
 
 
 def _most_bytes(shared: Collection[tuple[int, Unit, list[PeerId]]], reducers: Uplinks) -> float:
-    """Bytes after which other reducers come first; infinite where all uplinks are equal."""
+    """Bytes after which a reducer gets units last; infinite where all uplinks are equal."""
     if len(set(reducers.values())) < 2:
         return inf
     total_bytes = -sum(negative_bytes for negative_bytes, _, _ in shared)
@@ -195,13 +196,13 @@ def _most_bytes(shared: Collection[tuple[int, Unit, list[PeerId]]], reducers: Up
 def _slowness(peers: Iterable[PeerId], uplinks: Uplinks) -> dict[PeerId, float]:
     """Time that a byte takes from each peer, relative to a peer with the usual uplink.
 
-    Where all uplinks are equal, or none is known, each is 1, and sums of bytes stay exact.
+    Where all uplinks are equal, or none is known, each time is 1, so that sums of bytes are exact.
     """
     usual = usual_uplink(mbit for mbit in uplinks.values() if mbit) or 1
     return {peer: usual / (uplinks.get(peer) or usual) for peer in peers}
 
 
 def usual_uplink(known: Iterable[int]) -> int | None:
-    """The lower median of the uplinks that are known; None: none is."""
+    """The lower median of the known uplinks; None if none is known."""
     in_order = sorted(known)
     return in_order[(len(in_order) - 1) // 2] if in_order else None

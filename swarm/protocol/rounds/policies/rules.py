@@ -23,11 +23,11 @@ T = TypeVar("T")
 MARGIN = 1.25
 """A peer is dealt this many times the work that it does in a round's time: it may get faster."""
 GROWTH = 2
-"""The pace of a member at most doubles, or halves, in a round, and so does its deal."""
+"""In one round, the pace of a member at most doubles or halves, and so does its deal."""
 MOST = 4
-"""A member is dealt at most this many times the work of the median voter in a round's time. The
-work that it counts is its own word, and bounds how far its values may have moved
-(update bounds)."""
+"""A member is dealt at most this many times the work of the median voter in a round's time. A limit
+is needed because a member itself says how much it has worked, and more work allows its values to
+move further (update bounds)."""
 
 
 class Randomness(Protocol):
@@ -48,7 +48,7 @@ class Rules:
     """Run id."""
     num_experts: int
     owners_per_expert: int
-    """R."""
+    """R: the number of peers that train one expert."""
     merging: MergingConfig
     unit_bytes: Mapping[Unit, int]
     """Size of every unit's blob on the wire."""
@@ -64,7 +64,8 @@ class Rules:
     planned_peers: int = 1
     """Peers that the run is planned for."""
     round_seconds: float | None = None
-    """Time of the local steps, as many as fit; None: `local_steps_at`, the exact mode."""
+    """Time in which a peer takes as many local steps as fit; None: the exact mode, in which it
+    takes `local_steps_at`."""
     shared_every: int = 1
     """Each part of the shared tensors is due in one of so many training rounds."""
     stagger: bool = False
@@ -72,18 +73,18 @@ class Rules:
     rounds: int | None = None
     """Training rounds of the run; None: without end."""
     overlaps: bool = False
-    """Whether the next local steps begin while a round is under way (overlapped rounds)."""
+    """Whether a peer begins its next local steps before the round ends (overlapped rounds)."""
     is_dealt: bool = False
     """Whether there is one text that is dealt to the members."""
     silent_limit: int = 3
-    """K: silent cycles a member survives (member removal), and periods an expert may be stale
-    (expert ownership)."""
+    """K: cycles for which a member may be silent (member removal), and periods for which an expert
+    may stay without a new value (expert ownership)."""
     owner_silent_limit: int = 1
     """Silent cycles after which a member still keeps its experts; its vote lasts until K
     (expert ownership)."""
     min_owned_share: float = 0.0
-    """With fewer owned experts local steps pause, unless peers that are there have room
-    (ownership pause)."""
+    """Local steps pause if a smaller share of the experts has owners, unless peers that are present
+    have room for so many (ownership pause)."""
     step_bound: StepBound | None = None
     """Largest move of an element in a local step (update bounds); None: values are not judged."""
     is_open: bool = True
@@ -196,7 +197,7 @@ class Rules:
 
     @cached_property
     def averaged_deltas(self) -> frozenset[Unit]:
-        """Units that move by the mean of offered deltas, even of a single one."""
+        """Units that move by the mean of offered deltas, also if only one delta is offered."""
         return frozenset(unit for unit in self.unit_coding if not self.is_verbatim(unit))
 
     @cached_property
@@ -237,8 +238,8 @@ class Rules:
     def may_be_renewed(self, tip: Manifest) -> Mapping[Unit, int]:
         """Units that the next manifest may renew -> bytes for a peer that has the present one.
 
-        Timeouts have to leave room for these bytes. Where rounds have no slices of their own, all
-        units count. A merge has no deltas.
+        Timeouts have to leave room for these bytes. If a round exchanges no slice, all units count.
+        A merge has no deltas.
         """
         is_merge = merge_due(tip, self.merging)
         sizes = self.unit_bytes if is_merge else self.moved_bytes

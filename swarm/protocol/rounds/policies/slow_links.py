@@ -19,13 +19,13 @@ from swarm.protocol.rounds.policies.rules import Rules
 from swarm.protocol.values.manifest import Digest, Manifest, PeerId, Unit, turn
 
 FEW = 8
-"""Rounds of up to so many peers need no relays for experts."""
+"""Rounds of up to this many peers need no relays for experts."""
 RELAYS = 4
 """Number of peers that get an expert from its writer; the others get it from these."""
 MOST_TIMES = 4
 """An uplink counts as at most this many times the relays' median, whatever its peer claims. This
-bounds how much a false claim draws to a peer, as for the units that a peer averages
-(balanced uploads)."""
+bounds how many blobs a false claim brings to a peer. A like limit holds for the units that a peer
+averages (balanced uploads)."""
 _WORD = 8
 _POINTS = 256**_WORD
 
@@ -36,7 +36,7 @@ class Relays:
 
     Attributes:
         peers: in order of their ids.
-        ends: sums of their weights up to each.
+        ends: for each peer, the sum of the weights up to its own.
     """
 
     peers: tuple[PeerId, ...] = ()
@@ -54,7 +54,7 @@ class Relays:
         return tuple(peer for peer in dict.fromkeys(drawn) if peer != writer)
 
     def before(self, digest: Digest, writer: PeerId, me: PeerId) -> tuple[PeerId, ...]:
-        """Peers to ask before the writer; peers begin at different relays, relays ask nobody."""
+        """Relays to ask before the writer: none if `me` is a relay; each peer begins at another."""
         relays = self.of(digest, writer)
         if not relays or me in relays:
             return ()
@@ -65,13 +65,14 @@ NONE = Relays()
 
 
 def in_turn(relays: Sequence[PeerId], me: PeerId) -> tuple[PeerId, ...]:
-    """Relays in the order in which a peer asks them: peers begin at different ones."""
+    """Relays in the order in which `me` asks them: different peers begin at different relays."""
     start = sum(me.encode()) % max(1, len(relays))
     return (*relays[start:], *relays[:start])
 
 
 BODY_FEW = 32
-"""Nor do rounds of up to so many for manifests: that of 32 peers has a third of a megabyte."""
+"""Rounds of up to this many peers need no relays for manifests: for 32 peers, a manifest has a
+third of a megabyte."""
 BODY_RELAYS = 8
 """Number of peers that get a manifest from its convener; the others get it from these."""
 
@@ -93,7 +94,7 @@ def relays_of_body(uplinks: Uplinks) -> tuple[PeerId, ...]:
 def relays_among(reducers: Collection[PeerId], uplinks: Uplinks) -> Relays:
     """The faster half of a round's reducers.
 
-    These relay because they fetch ahead, and the round has them send anyway (balanced uploads).
+    Reducers relay because they fetch ahead, and send much in the round anyway (balanced uploads).
 
     Args:
         reducers: the reducers of the roster.
@@ -110,7 +111,7 @@ def relays_among(reducers: Collection[PeerId], uplinks: Uplinks) -> Relays:
 
 
 def has_one_writer(unit: Unit, manifest: Manifest) -> bool:
-    """Whether the round of a manifest took a unit as a single peer had offered it."""
+    """Whether the manifest's round took the unit exactly as a single peer offered it."""
     return expert_of_unit(unit) is not None and len(manifest.sources.get(unit, ())) == 1
 
 
@@ -127,9 +128,9 @@ def relays_of_proposal(manifest: Manifest, evidence: Evidence | None) -> Relays:
 
 
 UNEQUAL, LEAST_S = 3, 3.0
-"""A peer is left out only if its link needs this many times as long as the links that stay, and
-this many seconds more. Uplinks that peers measure while others send, too, are sometimes off by a
-factor of two."""
+"""A peer is left out only if its link needs UNEQUAL times as long as the links that stay, and
+LEAST_S seconds more. An uplink that a peer measures while others send may be off by a factor of
+two."""
 
 
 @dataclass(frozen=True)
@@ -140,12 +141,12 @@ class Sender:
     needs_s: float
     """Seconds for all that it sends in the round. An unmeasured link counts as a usual one."""
     waits: bool
-    """Whether it is a voter that has finished its steps. Other peers' seconds do not count,
-    otherwise keys that offer at once would have a slow voter left out."""
+    """Whether it is a voter that has finished its steps. The seconds of other peers do not count.
+    Otherwise anybody could have a slow voter left out by means of many keys that offer at once."""
     uplink_mbit: int = 0
     """0: not known. Such a peer is never left out."""
     averaged_s: float = 0.0
-    """The part of these seconds for values that others average: reducers wait for it
+    """The part of `needs_s` for values that others average. Reducers wait for these
     (roster repair)."""
     is_late: bool = False
     """Whether it has yet to offer."""
@@ -199,11 +200,11 @@ def averaged_bytes(plan: Plan, rules: Rules) -> dict[PeerId, int]:
 
 
 def seconds_to_send(sent: Mapping[PeerId, int], uplinks: Uplinks) -> dict[PeerId, float]:
-    """How long the round keeps each link of a roster busy; {} while none was measured.
+    """How long the round keeps each link of a roster busy; {} while no link was measured.
 
     Args:
-        sent: bytes that each of its peers sends.
-        uplinks: claimed Mbit/s of these; 0 or missing: not known.
+        sent: bytes that each peer of the roster sends.
+        uplinks: claimed Mbit/s of these peers; 0 or missing: not known.
     """
     usual = usual_uplink(uplinks[peer] for peer in sent if uplinks.get(peer))
     if usual is None:
@@ -214,13 +215,14 @@ def seconds_to_send(sent: Mapping[PeerId, int], uplinks: Uplinks) -> dict[PeerId
 class RosterLinks:
     """The links of a roster, in the order in which they are left out.
 
-    The order follows from their loads, and is computed once. The worth of work changes each second.
+    The order follows from the links' loads, so it is computed once. The worth of a peer's work is
+    not part of it, since that changes each second.
 
     Attributes:
         slowest_first: the senders; those with unmeasured links come last.
         num_waiting: how many of them wait.
-        gaps: numbers of senders, each with the time that the next one needs. The next one needs so
-            much less that those before it may be too slow.
+        gaps: places in the order after which a link is so much faster that all links before it may
+            be too slow. Each is a number of senders, with the time that the next one needs.
     """
 
     def __init__(self, senders: Iterable[Sender]) -> None:
@@ -292,7 +294,7 @@ class Loads:
         return self._lines[late]
 
     def _late(self, peer: PeerId) -> Sender:
-        """A peer without an offer, and the least time for which its link would be busy."""
+        """A peer without an offer, as a sender of the fewest bytes that it would have to send."""
         if peer not in self._least:
             others = len(self.plan.offers)
             self._least[peer] = least_to_send(peer, self._tip, others, self._rules)
@@ -304,7 +306,7 @@ class Loads:
 def is_thinner(uplink_mbit: int, usual_mbit: int | None) -> bool:
     """Whether a link is so much slower than a usual one that its peer may be left out.
 
-    For a peer without an offer, this comes before any check that takes long.
+    For a peer without an offer, this quick check comes before all slow ones.
     """
     return usual_mbit is not None and 0 < UNEQUAL * uplink_mbit < usual_mbit
 
@@ -316,10 +318,11 @@ def too_thin(
 
     Args:
         lines: links of the peers with an offer.
-        invested_s: seconds that are lost with a peer; called only for peers that may be left out.
+        invested_s: gives the seconds of work that are lost if a peer is left out. It is called only
+            for peers that may be.
         free_s: seconds from now on in which no voter waits.
         limit_s: how long reducers may wait for a value. A peer that needs longer is left out,
-            whatever its work is worth. Otherwise the round would end without it, and later.
+            whatever its work is worth: later the round would leave it out anyway.
     """
     num_waiting, lost_s = lines.num_waiting, 0.0
     won, out, whole_s, looked_at = 0.0, 0, 0.0, 0

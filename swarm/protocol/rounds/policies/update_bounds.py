@@ -1,4 +1,4 @@
-"""How far the values of a round may be from those that they were trained from. Pure.
+"""How far the values of a round may be from the values that training started from. Pure.
 
 Policy: update bounds.
 """
@@ -20,9 +20,9 @@ from swarm.protocol.values.updates import UpdateBound, bound_after
 def update_bound(
     unit: Unit, peers: Iterable[PeerId], work: Mapping[PeerId, int], tip: Manifest, rules: Rules
 ) -> UpdateBound | None:
-    """The bound of a value that these peers trained from the tip's, alone or as their mean.
+    """The bound of a value that one of these peers trained from the tip's value, or of their mean.
 
-    A mean is no further from the starting value than the furthest of its sources.
+    A mean is no further from the starting value than its furthest source.
 
     The peers are members of the tip; `work` has the tokens of those that are not late.
 
@@ -46,25 +46,25 @@ class _Behind:
     """The training that a value may contain."""
 
     steps: int
-    """Most local steps: those of the source that may have taken most."""
+    """The most local steps that one of its sources may have taken."""
     rounds: int
-    """Rounds before the present one in which they may have been taken."""
+    """The number of rounds before the present one in which they may have been taken."""
 
 
 def _behind(unit: Unit, work: Mapping[PeerId, int], tip: Manifest, rules: Rules) -> _Behind:
     """The training that a value of these sources may contain; `work` has their tokens.
 
-    Shared tensors restart with each tip where all of them are due in each round. An expert's local
-    progress continues through rounds that did not count it, and a part's through rounds in which
-    the part was not due (shared progress). Each of these rounds gave the owner no more than it was
-    dealt (deal sizes). Where deltas are averaged, the steps of one period that left them out may be
-    carried on. Where rounds overlap, the steps of the previous round may be carried on as well.
-    What codings lost in earlier rounds comes later. It adds no step, but the steps may be those of
-    K + 1 periods.
+    Shared tensors restart with each tip if all of them are due in each round. An expert's local
+    progress continues through rounds that did not count it. A shared part's continues through
+    rounds in which the part was not due (shared progress). In each of these rounds a peer trained
+    no more than it was dealt (deal sizes). Where deltas are averaged, steps that one period left
+    out may be carried on. Where rounds overlap, the steps of the previous round may be carried on
+    as well. Changes that codings lost in earlier rounds come later. They add no step, but the steps
+    may be those of K + 1 periods.
 
     An expert that waited for an owner has an old version and no progress (expert ownership). So at
-    most K + 1 of its periods count. Otherwise its first owner could move it by all the rounds that
-    it waited.
+    most K + 1 of its periods count. Otherwise its first owner could move it as far as all the
+    rounds of its wait would allow.
     """
     batch = rules.batch_tokens_at(tip.tokens)
     is_expert = unit in rules.expert_units
@@ -86,7 +86,7 @@ def _behind(unit: Unit, work: Mapping[PeerId, int], tip: Manifest, rules: Rules)
 
 @dataclass(frozen=True)
 class _Case:
-    """A cache key by the identity of its objects, since each source of each unit asks."""
+    """A cache key that compares objects by identity: every source of every unit is looked up."""
 
     names: tuple[int, int] = field(init=False)
     tip: Manifest = field(compare=False)
@@ -105,7 +105,7 @@ def _dealt(case: _Case) -> Mapping[PeerId, int]:
 
 @lru_cache(maxsize=8)
 def _steps_a_round(case: _Case) -> int:
-    """Steps of the run in an earlier round: as many as in the last one, or the mean if more."""
+    """Steps of the run in an earlier round: those of the last round, or the mean if it is more."""
     tip, rules = case.tip, case.rules
     last = rules.local_steps_at(tip.tokens)
     if rules.round_seconds is not None:
