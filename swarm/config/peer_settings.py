@@ -160,7 +160,7 @@ class ComputeSection(Section):
     """How long the peer waits for workers, at the start and after a loss. Then it continues with
     those that are there, if the experts can be dealt out over them."""
     precision: Literal["run", "fp32", "bf16", "fp16"] = "run"
-    """Type of products on this machine. fp16 suits a GPU without bf16 (before Ampere), whose
+    """Type of matrix products here. fp16 suits a GPU without bf16 (before Ampere), whose
     attention in bf16 would keep a weight for each two tokens of a sequence."""
     frozen: Literal["run", "fp32", "bf16", "int8"] = "run"
     """How this machine stores experts that it does not own."""

@@ -212,7 +212,7 @@ class TrainConfig(section.Section):
     """The local step."""
 
     batch_tokens: section.Positive
-    """Tokens per peer and step, after the last of `phases`."""
+    """Tokens per peer and step, once all `phases` are over."""
     micro_batch_sequences: section.Positive
     """Sequences per forward pass. Load balancing is computed over each such group."""
     compute: Literal["fp32", "bf16"] = "bf16"

@@ -46,7 +46,8 @@ class HeldOut:
     """The held-out text as models are measured on it.
 
     Attributes:
-        windows: by width, the widest first. Short documents need no wide ones.
+        windows: grouped by width, the widest first. A short document has a narrow window, to save
+            padding.
         num_tokens: predicted tokens, each once.
         num_bytes: of the text in UTF-8.
     """

@@ -79,8 +79,8 @@ class Upcycling:
         recipe: options.
 
     Attributes:
-        run: the mixture's model, with a sequence as long as the checkpoint's.
-        num_tensors: of the mixture.
+        run: settings with the mixture's model and the checkpoint's sequence length.
+        num_tensors: the number of the mixture's tensors.
 
     Raises:
         ConfigError: our decoder cannot compute the checkpoint. The error names the key or the

@@ -290,10 +290,10 @@ class Snapshot:
 
     @property
     def speaking(self) -> tuple[PeerRow, ...]:
-        """Peers that speak for the run: the members that are present.
+        """Peers whose records count for the run: the members that are present.
 
-        Without a manifest, all peers speak. They do in a replay too, which has only peers of the
-        run.
+        Without a manifest the members are not known, so all peers count. All peers of a replay
+        count as well, because a replay has only peers of the run.
         """
         if self.members is None or not self.live:
             return self.peers

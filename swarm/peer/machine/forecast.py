@@ -1,4 +1,4 @@
-"""Predicted duration of a run: its rounds, as training and averaging. Pure arithmetic."""
+"""Predicts how long the rounds of a run take to train and to average. Pure arithmetic."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ SignatureText = Annotated[str, Field(pattern=_SIGNATURE)]
 UnitText = Annotated[str, Field(pattern=_UNIT)]
 Generation = Annotated[str, Field(pattern=GENERATION)]
 Count = Annotated[int, Field(ge=0, le=2**62)]
-# Sums over a run stay below the bound of counts.
+# Small enough that sums of such counts over a run stay within the bound of `Count`.
 RoundCount = Annotated[int, Field(ge=0, le=MAX_ROUND_TOKENS)]
 Uplink = Annotated[int, Field(ge=0, le=10**6)]
 """Mbit/s; 0: not known."""

@@ -229,7 +229,7 @@ class _Shown:
 
 @lru_cache(maxsize=4)
 def _left_of(shown: _Shown) -> messages.Evidence:
-    """The valid part of evidence, verified once: that of 256 peers has 470 signatures."""
+    """The valid part of evidence. It is cached: evidence of 256 peers has 470 signatures."""
     evidence, run, holds = shown.evidence, shown.run, shown.holds
     declared = {
         peer: each

@@ -451,8 +451,9 @@ def serve(channel: exchange.Channel) -> None:
 def _listen(channel: exchange.Channel, inbox: queue.SimpleQueue[Any]) -> None:
     """Reads until the socket is closed, then ends the process at once.
 
-    Reading cannot continue within a message, so any fault ends the process too. Only the main
-    thread writes to the channel, so the traceback goes to the controller's standard error.
+    A fault in the middle of a message leaves no way to find the next one, so any fault ends the
+    process. Only the main thread writes to the channel, so the traceback goes to the controller's
+    standard error.
     """
     try:
         while True:
