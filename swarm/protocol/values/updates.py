@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from swarm.config import MUON_SCALE, Codec, ModelConfig, RunConfig
+from swarm.experts import expert_shapes, is_matrix, shared_shapes
 from swarm.protocol.values.manifest import Digest
 
 SLACK = 2
@@ -63,8 +64,8 @@ def largest_matrix_move(side: int) -> float:
 
 def longest_side(model: ModelConfig) -> int:
     """The longest side of all matrices of attention and of experts."""
-    heads = max(model.num_attention_heads, model.num_key_value_heads) * model.dim_per_head
-    return max(model.hidden_size, model.moe_intermediate_size, heads)
+    shapes = {**shared_shapes(model), **expert_shapes(model, 0)}
+    return max(max(shape) for name, shape in shapes.items() if is_matrix(name))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from swarm.config import RunConfig
 from swarm.data.masks import Masks
 from swarm.errors import CorruptState
-from swarm.experts import Slice, expert_of, expert_shapes, shared_shapes
+from swarm.experts import Slice, expert_of, expert_shapes, moments_of, moved_by_rule, shared_shapes
 from swarm.model.routing import RoutingControls
 from swarm.train.engine.guard import UNSCALED, LossScale
 from swarm.train.engine.rank_figures import RankFigures
@@ -270,6 +270,13 @@ def mean_over(
     for mean, (_, counts_BT) in zip(means_of(parts), parts, strict=True):
         total += mean * int(counts_BT.sum())
     return total / int(scored_BT.sum())
+
+
+def moments_in(run: RunConfig, owned: Collection[int], name: str) -> tuple[str, ...]:
+    """The moments of a tensor in the private state of a peer; none of a frozen one."""
+    if not is_trained(name, owned) or moved_by_rule(name):
+        return ()
+    return moments_of(name, run.optimizer.kind)
 
 
 def is_trained(name: str, owned: Collection[int]) -> bool:

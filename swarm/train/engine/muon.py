@@ -15,7 +15,7 @@ from torch import Tensor
 
 from swarm.config import MUON_SCALE, OptimizerConfig
 from swarm.errors import TrainingDiverged
-from swarm.experts import is_matrix
+from swarm.experts import MUON_MOMENTS, moments_of
 
 MOMENTUM_DECAY = 0.95
 """Decay of the momentum, which is a running mean of gradients."""
@@ -27,7 +27,7 @@ SMALLEST_NORM = 1e-7
 
 def takes_muon(name: str, settings: OptimizerConfig) -> bool:
     """Whether Muon updates a parameter; AdamW updates embeddings, head, norms and routers."""
-    return settings.kind == "muon" and is_matrix(name)
+    return moments_of(name, settings.kind) == MUON_MOMENTS
 
 
 def update_bytes(rows: int, columns: int, itemsize: int) -> int:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from swarm.config import OptimizerConfig
 from swarm.errors import CorruptState
-from swarm.experts import ADAMW_MOMENTS, MUON_MOMENTS, stacked_tensors
-from swarm.train.engine.muon import takes_muon
+from swarm.experts import ADAMW_MOMENTS, MUON_MOMENTS, moments_of, stacked_tensors
 from swarm.train.engine.optimizer_moments import (
     SCALE,
     Moments,
@@ -51,8 +50,6 @@ class OwnedOptimizer:
         self._settings, self._form = settings, form
         self._parameters: dict[str, nn.Parameter] = {}
         self._moments: dict[str, Moments] = {}
-        self._matrices: frozenset[str] = frozenset()
-        """Names of the parameters that Muon updates."""
         self._owned: tuple[int, ...] = ()
         self.updates = 0
 
@@ -85,7 +82,6 @@ class OwnedOptimizer:
         old, old_owned = self._moments, self._owned
         self._parameters = dict(sorted(parameters.items()))
         self._owned, self._moments = tuple(owned), {}
-        self._matrices = self._muons(self._parameters)
         for name, parameter in self._parameters.items():
             is_stack = bool(stacked_tensors(name, owned))
             rows = len(self._owned) if is_stack else 1
@@ -100,12 +96,9 @@ class OwnedOptimizer:
                 if kept is not None and expert in old_owned:
                     self._keep_row(moments, row, kept, old_owned.index(expert))
 
-    def _muons(self, names: Iterable[str]) -> frozenset[str]:
-        return frozenset(name for name in names if takes_muon(name, self._settings))
-
     def kinds_of(self, name: str) -> tuple[str, ...]:
         """The moments of a parameter, or of a tensor of the model."""
-        return MUON_MOMENTS if takes_muon(name, self._settings) else ADAMW_MOMENTS
+        return moments_of(name, self._settings.kind)
 
     def _new_moments(self, name: str, rows: int, size: int, device: torch.device) -> Moments:
         return Moments.zeros(self._form, rows, size, device, self.kinds_of(name))
@@ -121,7 +114,10 @@ class OwnedOptimizer:
         """
         assert self._parameters, "nothing to train: call follow first"
         update = self.next_update(lr)
-        whole = [name for name in self.names if self._form == "fp32" and name not in self._matrices]
+        whole, rest = list[str](), list[str]()
+        for name in self._parameters:
+            together = self._form == "fp32" and self._moments[name].kinds == ADAMW_MOMENTS
+            (whole if together else rest).append(name)
         if whole:
             values = [self._parameters[name].detach() for name in whole]
             moments = [
@@ -129,10 +125,9 @@ class OwnedOptimizer:
                 for name, value in zip(whole, values, strict=True)
             ]
             update_tensors(values, [self._gradient(name) for name in whole], moments, update)
-        for piece in self.pieces():
-            if piece.name not in whole:
-                gradient_X = self._gradient(piece.name).view(-1)
-                self.update_piece(piece, gradient_X[piece.in_whole], update)
+        for piece in self._pieces_of(rest):
+            gradient_X = self._gradient(piece.name).view(-1)
+            self.update_piece(piece, gradient_X[piece.in_whole], update)
         self.updates += 1
         self.free_gradients()
 
@@ -147,10 +142,14 @@ class OwnedOptimizer:
 
     def pieces(self) -> list[Piece]:
         """All parameters in pieces that can be updated independently; Muon's are whole matrices."""
+        return self._pieces_of(self._parameters)
+
+    def _pieces_of(self, names: Iterable[str]) -> list[Piece]:
         pieces = []
-        for name, parameter in self._parameters.items():
-            rows, size = self._moments[name].flat().shape
-            if name in self._matrices:
+        for name in names:
+            parameter, moments = self._parameters[name], self._moments[name].flat()
+            rows, size = moments.shape
+            if moments.kinds == MUON_MOMENTS:
                 shape = parameter.shape[-2], parameter.shape[-1]
                 pieces += [Piece(name, row, 0, size, row * size, shape) for row in range(rows)]
                 continue

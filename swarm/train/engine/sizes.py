@@ -98,7 +98,7 @@ def sizes_of(model: ModelConfig, num_owned: int, tp: int = 1) -> Sizes:
     layers = model.num_hidden_layers
     per_layer = counted.per_expert // layers
     # Only attention's matrices are cast, and they are cut over heads.
-    cast = num_elements({name: shape for name, shape in first.items() if is_matrix(name)})
+    cast = sum(rows * columns for rows, columns in attention_matrices(model))
     cut = cast
     if model.qk_norm == "projection":
         cut += (model.num_attention_heads + model.num_key_value_heads) * model.dim_per_head
@@ -131,15 +131,15 @@ def update_bytes(run: RunConfig, options: EngineOptions) -> int:
     table = run.model.vocab_size * run.model.hidden_size
     piece = min(PIECE_GPU if options.device == "cuda" else PIECE, table)
     found = UPDATE_BYTES[options.moments] * piece
-    return max(found, matrix_update_bytes(run, options, 2 if options.device == "cuda" else 4))
+    return max(found, matrix_update_bytes(run, options))
 
 
-def matrix_update_bytes(run: RunConfig, options: EngineOptions, itemsize: int) -> int:
-    """Bytes of Muon's update of the largest matrix; `itemsize` is an element's in products."""
+def matrix_update_bytes(run: RunConfig, options: EngineOptions) -> int:
+    """Bytes of Muon's update of the largest matrix: bf16 products on a GPU, fp32 on a CPU."""
     if run.optimizer.kind != "muon":
         return 0
     shapes = [*attention_matrices(run.model), *matrix_shapes(run.model).values()]
-    rounding = UPDATE_BYTES[options.moments] // 2
+    rounding, itemsize = UPDATE_BYTES[options.moments] // 2, 4 if options.device == "cpu" else 2
     return max(
         muon.update_bytes(rows, columns, itemsize) + rounding * rows * columns
         for rows, columns in shapes

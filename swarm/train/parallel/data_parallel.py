@@ -29,7 +29,7 @@ from swarm.model.moe import WHOLE, Pieces
 from swarm.model.routing import RoutingControls
 from swarm.model.similarity import MAX_PAIRS
 from swarm.model.stage import Stage
-from swarm.train.engine.engine import TERMS, Part, is_trained
+from swarm.train.engine.engine import TERMS, Part, moments_in
 from swarm.train.engine.engine_options import EngineOptions
 from swarm.train.engine.guard import norm_of
 from swarm.train.engine.mesh import Mesh, Move
@@ -146,9 +146,7 @@ class RankEngine(ResidentEngine):
     def moments_of(self, name: str) -> tuple[str, ...]:
         """Kinds of moments of a tensor, here or on another rank; none of a frozen tensor."""
         self.shape(name)
-        if not is_trained(name, self.owned) or name in selection_biases(self._run.model):
-            return ()
-        return moments_of(name, self._run.optimizer.kind)
+        return moments_in(self._run, self.owned, name)
 
     def state_forms(self) -> dict[str, Form]:
         """Type and shape of every tensor of the private state, wherever it is."""

@@ -22,10 +22,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from swarm.config import RunConfig
-from swarm.experts import moments_of, selection_biases
 from swarm.model.losses import Losses
 from swarm.model.routing import RoutingControls
-from swarm.train.engine.engine import Part, is_trained
+from swarm.train.engine.engine import Part, moments_in
 from swarm.train.engine.engine_options import EngineOptions
 from swarm.train.engine.host_memory import SharedMemory
 from swarm.train.engine.rank_figures import RankFigures
@@ -66,9 +65,7 @@ class StreamingRank(StreamingEngine):
 
     def moments_of(self, name: str) -> tuple[str, ...]:
         self.shape(name)
-        if not is_trained(name, self.owned) or name in selection_biases(self._run.model):
-            return ()
-        return moments_of(name, self._run.optimizer.kind)
+        return moments_in(self._run, self.owned, name)
 
     def state_forms(self) -> dict[str, Form]:
         return forms_of(self._store.state())

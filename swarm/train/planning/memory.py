@@ -191,18 +191,16 @@ def _streaming(run: RunConfig, num_owned: int, options: EngineOptions, workers: 
     layer += compute * (sizes.layer_cast + sizes.layer_owned)
     layer += micro.backward(sizes.layer_owned, frozen)
     # After the backward pass of a layer.
-    on_gpu = options.device != "cpu"
-    orthogonalising = matrix_update_bytes(run, options, 2) if on_gpu else 0
+    on_gpu, updating = options.device != "cpu", matrix_update_bytes(run, options)
     # A bucket of gradients, the other workers' parts of it, and its sums.
     bucket = min(BUCKET, max(sizes.table, sizes.layer))
     adding = GRADIENT_BYTES * bucket * (2 + 1 / workers) if workers > 1 else 0.0
-    activations = kept + max(micro.head(sizes.table), layer, adding, orthogonalising)
+    activations = kept + max(micro.head(sizes.table), layer, adding, updating if on_gpu else 0)
     activations = max(activations, evaluation_bytes(run, num_owned, options, workers))
-    matrices = layers * (sizes.layer_cast + sizes.layer_owned)
+    matrices = muon_matrices(run, num_owned)
     host: float = MASTER_BYTES * sizes.trained
     host += moments_bytes(run, options.moments, sizes.trained, matrices)
-    host += DIRECTION_BYTES * muon_matrices(run, num_owned) if on_gpu else 0
-    host += 0 if on_gpu else options.host_threads * matrix_update_bytes(run, options, 4)
+    host += DIRECTION_BYTES * matrices if on_gpu else options.host_threads * updating
     host += layers * _wire(sizes, options) if compute < 4 else 0
     shared = options.gradient_buffers
     host += GRADIENT_BYTES * (2 * sizes.table + sizes.layer * (shared or layers))

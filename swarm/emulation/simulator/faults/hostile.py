@@ -205,8 +205,7 @@ def class_letters(names: str) -> list[str]:
         if letter:
             found.append(letter.lower() if name.startswith(SLICED_WORD) else letter)
             continue
-        unknown = sorted(set(name) - ALL_CLASSES.keys())
-        if unknown:
+        if set(name) - ALL_CLASSES.keys():
             raise KeyError(name)
         found += name
     return found
