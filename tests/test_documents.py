@@ -560,7 +560,7 @@ def prose() -> tuple[Text, ...]:
         for path in paths
         for name in [str(path.relative_to(ROOT))]
     ]
-    for path in sorted((ROOT / "configs").glob("*.toml")):
+    for path in sorted((ROOT / "configs").glob("**/*.toml")):
         comments = re.sub(r"^[^#\n]*", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
         texts.append(Text(str(path.relative_to(ROOT)), comments))
     return tuple(texts)
