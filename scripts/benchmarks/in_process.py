@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from swarm.codecs import (
@@ -31,7 +32,9 @@ from swarm.data.held_out import HeldOut
 from swarm.data.loader import Loader
 from swarm.deltas.unit_deltas import Delta, apply_delta, difference, follow, rebase, reduced
 from swarm.experts import Slice, UnitLayout, expert_of, expert_of_unit, expert_unit
+from swarm.model.losses import Losses
 from swarm.model.merge import donors_of, merged_part
+from swarm.model.routing import RoutingControls
 from swarm.peer.text.agreed_model import initial_contents
 from swarm.protocol.membership.ownership import assign
 from swarm.protocol.rounds.policies.rules import Rules
@@ -40,7 +43,31 @@ from swarm.protocol.values.schedule import alpha_at, merge_due, merged_until
 from swarm.protocol.values.work import weights
 from swarm.train.engine.engine import Engine
 from swarm.train.engine.local_steps import Task, train_local_steps
+from swarm.train.engine.micro_batches import MicroBatch
 from swarm.train.engine.resident import ResidentEngine
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Settings of a training that no run file has.
+
+    Attributes:
+        delay: local steps of a peer until it has the result of a round without waiting for it, at
+            most those of a round. 0: it waits.
+        own_texts: each peer reads a part of the text of its own. The parts follow the order of the
+            files, so each has other packages.
+        keeps_remainder: reducers add what the coding of a mean left out to the next mean [W5].
+        readers: an expert learns from one of so many equal parts of each batch. 1: from all.
+    """
+
+    delay: int = 0
+    own_texts: bool = False
+    keeps_remainder: bool = True
+    readers: int = 1
+
+
+WAITING = Conditions()
+"""Peers wait for the result of a round, and all read one text."""
 
 
 class Entry(NamedTuple):
@@ -85,22 +112,21 @@ class InProcessSwarm:
     def __init__(
         self,
         run: RunConfig,
-        loader: Loader,
+        loader: Loader | Sequence[Loader],
+        conditions: Conditions = WAITING,
         *,
-        delay: int = 0,
         owners: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
         """Starts all peers with the initial model and their shares of the experts.
 
         Args:
             run: exact, or with codings.
-            loader: of the common text.
-            delay: local steps of a peer until it has the result of a round without waiting for it,
-                at most those of a round. 0: it waits.
+            loader: of the common text, or of the text of each peer.
+            conditions: of the training.
             owners: of each expert, by peer ids. None: the owners among new peers with equal
                 machines.
         """
-        self.run, self.loader, self.delay = run, loader, delay
+        self.run, self.conditions = run, conditions
         self.layout = layout_of(run)
         self.rules = Rules.of(run.run.name, run, self.layout)
         self.is_coded = bool(self.rules.unit_coding)
@@ -108,6 +134,8 @@ class InProcessSwarm:
         assert run.train.frozen == run.train.compute == "fp32" and not run.round.seconds
         owners = owners or _owners(run)
         self.peers = tuple(sorted({peer for each in owners.values() for peer in each}))
+        loaders = [loader] * len(self.peers) if isinstance(loader, Loader) else loader
+        self.loaders = dict(zip(self.peers, loaders, strict=True))
         self.values = {
             unit: content.whole() for unit, content in initial_contents(run, self.layout)
         }
@@ -129,12 +157,12 @@ class InProcessSwarm:
     def round(self) -> None:
         """Local steps of each peer, the agreement, and a merge if one is due."""
         phase = self.run.phase_at(self.tokens)
-        early = min(self.delay, phase.local_steps)
+        early = min(self.conditions.delay, phase.local_steps)
         work = Counter(self._train(early))
         self._adopt()
         work.update(self._train(phase.local_steps - early))
         self._agree(work)
-        if not self.delay:
+        if not self.conditions.delay:
             self._adopt()
 
     def loss(self, held_out: HeldOut) -> float:
@@ -146,7 +174,7 @@ class InProcessSwarm:
     # ------------------------------------------------ local steps
 
     def _engine(self, peer: str) -> ResidentEngine:
-        engine = ResidentEngine(self.run)
+        engine = _PartialReader(self.run, self.conditions.readers)
         engine.own([expert for expert, owners in self.tip.owners.items() if peer in owners])
         engine.write(self.agreed)
         return engine
@@ -163,7 +191,7 @@ class InProcessSwarm:
         samples = steps * phase.batch_tokens // length
         stats = train_local_steps(
             self.engines[peer],
-            self.loader,
+            self.loaders[peer],
             self.run,
             Task(peer, self.steps, ((first, first + samples),), phase.batch_tokens),
             left=lambda done, _: steps - done,
@@ -206,7 +234,8 @@ class InProcessSwarm:
             if self.rules.is_verbatim(layout.unit):
                 after = apply_delta(layout, base, _delta(given[0])).whole()
             else:
-                left = self._left.get(layout.unit)
+                keeps = self.conditions.keeps_remainder
+                left = self._left.get(layout.unit) if keeps else None
                 deltas = [_delta(each) for each in given]
                 made = list(reduced(layout, base, deltas, _reader(left) if left else None, shares))
                 after = b"".join(run.value for run in made)
@@ -258,6 +287,35 @@ class InProcessSwarm:
             follow(engine, layout, _reader(move.offered[peer]), after)
         elif not self.rules.is_verbatim(layout.unit):
             follow(engine, layout, before, after, _delta(move.offered[peer]))
+
+
+class _PartialReader(ResidentEngine):
+    """Each expert learns from one of several equal parts of every batch.
+
+    All other tensors learn from the whole batch, without any exchange. The loss above that of a
+    usual engine is the price of experts that see only their owner's tokens.
+    """
+
+    def __init__(self, run: RunConfig, readers: int) -> None:
+        self._readers, self._reader = readers, 0
+        super().__init__(run)
+
+    def own(self, experts: Sequence[int]) -> None:
+        super().own(experts)
+        if self._readers == 1:
+            return
+        reader_of_row = torch.arange(len(self.owned)) % self._readers
+        for name, parameter in self._model.trained_parameters().items():
+            if ".experts.owned." in name:
+                parameter.register_hook(
+                    lambda gradient: gradient * (reader_of_row == self._reader)[:, None, None]
+                )
+
+    def _backward(
+        self, parts: Sequence[MicroBatch], index: int, controls: RoutingControls
+    ) -> Losses:
+        self._reader = index * self._readers // len(parts)
+        return super()._backward(parts, index, controls)
 
 
 def _owners(run: RunConfig) -> Mapping[int, Sequence[str]]:

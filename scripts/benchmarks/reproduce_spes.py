@@ -29,6 +29,7 @@ from pathlib import Path
 
 import torch
 from cells import Cell, Losses, gaps, parsed, work_off
+from in_process import WAITING, Conditions
 from plot_run import GRID, INK, LOSS, TRAFFIC, WIDTH, svg, text, ticks
 
 from swarm.config import RunConfig, parse_config
@@ -149,10 +150,9 @@ def run_of(variant: Variant, seed: int, scale: Scale) -> RunConfig:
     return parse_config(RunConfig, DEMO.read_text(), source=str(DEMO), overrides=overrides)
 
 
-def of_cell(cell: Cell, scale: Scale) -> tuple[RunConfig, int]:
-    """Run file and delay of a cell."""
-    variant = VARIANTS[cell.variant]
-    return run_of(variant, cell.seed, scale), 0
+def of_cell(cell: Cell, scale: Scale) -> tuple[RunConfig, Conditions]:
+    """Run file and conditions of a cell."""
+    return run_of(VARIANTS[cell.variant], cell.seed, scale), WAITING
 
 
 def spread(values: Sequence[float]) -> str:
@@ -233,10 +233,10 @@ def picture(losses: Losses) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trains the requested cells that do not exist yet, then prints the table."""
-    asked = parsed(arguments, __doc__.splitlines()[0], "reproduce_spes.jsonl")
+    asked = parsed(arguments, __doc__.splitlines()[0], Path("out/reproduce_spes.jsonl"))
     torch.set_num_threads(1)
     scale = QUICK if asked.quick else FULL
-    losses = work_off(asked, list(cells()), lambda cell: of_cell(cell, scale))
+    losses = work_off(asked, lambda _: list(cells()), lambda cell: of_cell(cell, scale))
     if not asked.list:
         print(table(losses))
     if asked.plot:

@@ -51,7 +51,8 @@ def test_another_text_is_another_training(
     losses = iter([5.0, 4.0, 3.0])
     monkeypatch.setattr(scripts["cells"], "train", lambda *_, **__: {"losses": {16: next(losses)}})
     out = tmp_path / "cells.jsonl"
-    words = ["--quick", "--out", str(out), "--cells", "main/centralised/1"]
+    words = ["--quick", "--out", str(out), "--cache", str(tmp_path / "tokens")]
+    words += ["--cells", "main/centralised/1"]
     for folder, said in (
         (texts[0], "0 of 1 trainings are of earlier calls"),
         (texts[1], "0 of 1 trainings are of earlier calls"),

@@ -52,7 +52,7 @@ def test_a_cell_is_what_the_plain_reference_of_spes_trains(script: ModuleType, n
 def test_a_killed_reproduction_goes_on_with_the_cell_that_was_not_finished(
     script: ModuleType, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    common = ["--quick", "--corpus", str(corpus)]
+    common = ["--quick", "--corpus", str(corpus), "--cache", str(tmp_path / "tokens")]
     whole, cut = tmp_path / "whole" / "cells.jsonl", tmp_path / "cut" / "cells.jsonl"
     script.main([*common, "--out", str(whole), "--cells", *MAIN])
     script.main([*common, "--out", str(cut), "--cells", MAIN[0]])

@@ -1,4 +1,4 @@
-"""Ways to exchange at a small scale: their bytes, and resuming a killed reproduction."""
+"""Methods at a small scale: their bytes, their learning rates, and resuming a killed search."""
 
 import json
 from pathlib import Path
@@ -6,53 +6,169 @@ from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
+import torch
+
+from swarm.data.corpus import open_corpus, size_of
+from swarm.model.routing import RoutingControls
+from tests.train.runs import same
 
 ROOT = Path(__file__).parents[2]
-TWO = ("main/exact/1", "main/home/1")
 
 
-def test_bytes_are_those_of_the_wanted_shares(script: ModuleType) -> None:
-    share = {name: script.share_of_diloco(script.VARIANTS[name]) for name in script.VARIANTS}
-    assert share["diloco"] == 1
-    assert share["home"] == share["home-late"] < 1 / 16
-    assert share["two-owners"] < 1 / 16
-    assert share["home-half"] < 1 / 32
-    assert share["b1"] < share["b2-b1"] < share["b2"] < share["exact"]
-
-
-def test_variants_differ_in_their_exchange_alone(script: ModuleType) -> None:
-    """All take the same number of steps and tokens, and merge after the same steps."""
-    for variant in script.VARIANTS.values():
-        run = script.run_of(variant, 1, script.FULL)
-        assert run.run.rounds * run.round.local_steps == run.schedule_steps == script.FULL.steps
-        assert run.run.peers * run.train.batch_tokens == script.SEQUENCES * script.FULL.length
-        assert run.merging.interval_steps % run.round.local_steps == 0
-
-
-def test_a_killed_reproduction_goes_on_and_a_cell_counts_with_its_delay_alone(
-    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "text"
+def text_in(folder: Path) -> Path:
     folder.mkdir()
     for number in range(60):
         (folder / f"{number}.txt").write_text(f"Line {number} of a small text.\n" * 40)
-    out, svg = tmp_path / "cells.jsonl", tmp_path / "wire.svg"
-    common = ["--quick", "--corpus", str(folder), "--out", str(out)]
-    script.main([*common, "--cells", TWO[0]])
-    script.main([*common, "--cells", *TWO, "--plot", str(svg)])
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["cell"] for line in lines] == list(TWO)
-    assert {line["tokens"] for line in lines} == {16 * 16 * 20}
+    return folder
+
+
+def test_bytes_are_those_of_the_wanted_shares(script: ModuleType) -> None:
+    share = {
+        name: script.share_of_diloco(name)
+        for name, method in (script.HEADLINE | script.EXCHANGES).items()
+        if method.peers > 1
+    }
+    assert share["all-own"] == share["all-own-muon"] == 1
+    assert share["home"] == share["home-muon"] < share["home-two-muon"] < 1 / 16
+    assert share["home-half-muon"] < 1 / 32
+    assert share["home"] < share["exact"] < 1
+    assert script.share_of_diloco("h-100") == pytest.approx(share["home"] / 5)
+
+
+def test_methods_read_the_same_tokens(script: ModuleType) -> None:
+    """20 tokens per parameter and 100 cycles, except where batches or cycles are longer."""
+    for name, method in script.METHODS.items():
+        run = script.run_of(method, 1.0, 1, script.FULL)
+        steps = run.run.rounds * run.round.local_steps
+        read = steps * run.train.batch_tokens * method.peers
+        assert run.schedule_steps == steps
+        assert 20 <= read / script.parameters(run.model).total < 20.7, name
+        assert steps >= 100 * method.cycle or method.batch > 1 or method.cycle > 20
+        assert run.merging.interval_steps % run.round.local_steps == 0
+
+
+def losses_of(script: ModuleType, method: str, by_rate: dict[float, float]) -> dict:
+    return {
+        script.variant_of(method, rate): dict.fromkeys(script.TUNING_SEEDS, loss)
+        for rate, loss in by_rate.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("known", "wanted", "best"),
+    [
+        ({}, (0.5, 1, 2), None),
+        ({0.5: 2.0, 1: 1.9}, (0.5, 1, 2), None),
+        ({0.5: 2.0, 1: 1.9, 2: 2.1}, (0.5, 1, 2), 1),
+        ({0.5: 2.0, 1: 1.9, 2: 1.8}, (0.5, 1, 2, 4), None),
+        ({0.5: 1.7, 1: 1.9, 2: 1.8}, (0.25, 0.5, 1, 2), None),
+        ({0.5: 2.0, 1: 1.9, 2: 1.8, 4: 1.85}, (0.5, 1, 2, 4), 2),
+        ({0.5: 2.0, 1: 1.9, 2: 1.8, 4: 1.7, 8: 1.6}, (0.5, 1, 2, 4, 8), 8),
+    ],
+)
+def test_learning_rates_are_searched_until_the_best_is_inside(
+    script: ModuleType, known: dict[float, float], wanted: tuple[float, ...], best: float | None
+) -> None:
+    assert script.tuned(losses_of(script, "home-muon", known), "home-muon") == (wanted, best)
+
+
+def test_results_begin_once_the_best_rate_is_known_and_recipes_share_it(
+    script: ModuleType,
+) -> None:
+    first = {cell.variant for cell in script.plan({})}
+    assert {"home-muon@0.5", "home-muon@1", "home-muon@2"} <= first
+    assert not any(variant.startswith("late@") for variant in first)
+    losses = losses_of(script, "home-muon", {0.5: 2.0, 1: 1.9, 2: 2.1})
+    cells = {(cell.variant, cell.seed) for cell in script.plan(losses)}
+    assert {("home-muon@1", seed) for seed in (*range(1, 9), *script.TUNING_SEEDS)} <= cells
+    assert {("late@1", seed) for seed in range(1, 5)} <= cells
+    assert ("late@1", 101) not in cells
+
+
+def test_the_search_gives_no_result(script: ModuleType) -> None:
+    losses = losses_of(script, "home-muon", {0.5: 2.0, 1: 1.9, 2: 2.1})
+    losses["home-muon@1"] |= {1: 1.5, 2: 1.6}
+    assert script.results(losses, "home-muon") == {1: 1.5, 2: 1.6}
+    losses |= {"late@1": {1: 3.0, 3: 3.0}}
+    assert script.against(losses, "late", "home-muon") == [100.0]
+
+
+def test_an_expert_learns_from_one_part_of_the_batch(script: ModuleType) -> None:
+    """The gradient of expert e is that of part e mod 2. Other tensors learn from both parts."""
+    from in_process import _PartialReader  # the folder is on the path only in this test
+
+    run = script.run_of(script.METHODS["all-adamw-16"], 1.0, 1, script.QUICK)
+    batch_BT1 = torch.randint(0, 256, (2 * run.train.micro_batch_sequences, 17))
+
+    def gradients(readers: int, tokens_BT1: torch.Tensor) -> dict[str, torch.Tensor]:
+        engine = _PartialReader(run, readers)
+        engine.own(range(run.model.num_experts))
+        for parameter in engine._model.parameters():
+            values = torch.sin(torch.arange(1.0, parameter.numel() + 1)) / 9
+            parameter.data.copy_(values.view_as(parameter))
+        engine._accumulate(tokens_BT1, RoutingControls())
+        return {name: gradient.clone() for name, gradient in engine._gradients_by_name().items()}
+
+    whole, parted = gradients(1, batch_BT1), gradients(2, batch_BT1)
+    halves = [gradients(1, half_BT1) for half_BT1 in batch_BT1.chunk(2)]
+    stacks = [name for name in whole if ".experts.owned." in name]
+    assert stacks
+    for name, gradient in whole.items():
+        if name in stacks:
+            for row in range(len(gradient)):
+                torch.testing.assert_close(parted[name][row], halves[row % 2][name][row] / 2)
+        else:
+            assert same({name: parted[name]}, {name: gradient})
+
+
+def test_own_texts_are_parts_of_the_whole(script: ModuleType, tmp_path: Path) -> None:
+    from cells import _part_of
+
+    corpus = open_corpus(str(text_in(tmp_path / "text")))
+    parts = [_part_of(corpus, part, 4) for part in range(4)]
+    assert tuple(file for part in parts for file in part.files) == corpus.files
+    sizes = [size_of(part.root, part.files) for part in parts]
+    assert max(sizes) < 1.2 * min(sizes)
+
+
+def test_a_killed_search_goes_on_and_processes_change_nothing(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = text_in(tmp_path / "text")
+    common = ["--quick", "--corpus", str(folder), "--cache", str(tmp_path / "tokens")]
+    wanted = [
+        f"headline/{name}@{{}}/{seed}" for name in ("centralised", "home") for seed in (101, 102)
+    ]
+    few = [pattern.format("0.5") for pattern in wanted]
+
+    def trained(name: str, *calls: list[str]) -> list[dict]:
+        for call in calls:
+            script.main([*common, "--out", str(tmp_path / name), *call])
+        lines = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        return sorted(
+            ({k: v for k, v in line.items() if "seconds" not in k} for line in lines),
+            key=lambda line: line["cell"],
+        )
+
+    whole = trained("whole.jsonl", ["--cells", *few, "--processes", "2"])
+    cut = trained("cut.jsonl", ["--cells", few[0]], ["--cells", *few])
+    assert cut == whole
+    assert [line["cell"] for line in whole] == few
+    assert {line["tokens"] for line in whole} == {16 * 16 * 20}
+    assert [" delay=1" in line["run"] for line in whole] == [False, False, True, True]
+
+    svg = tmp_path / "quality.svg"
+    out = ["--out", str(tmp_path / "losses.jsonl")]
+    lines = [
+        {"cell": f"headline/{name}@{rate}/{seed}", "run": "", "commit": "", "losses": {"20": loss}}
+        for name, better in (("centralised", 0.0), ("home", 0.5))
+        for rate, loss in (("0.5", 2.0), ("1", 1.0 + better), ("2", 2.0))
+        for seed in (1, 2, *script.TUNING_SEEDS)
+    ]
+    (tmp_path / "losses.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    capsys.readouterr()
+    script.main([*common, *out, "--cells", "--plot", str(svg)])
     printed = capsys.readouterr().out
-    assert "| shared b2, experts b1, 5 slices | 1/18.4 | 1 |" in printed
-    assert (
-        len(ElementTree.parse(svg).getroot().findall("{http://www.w3.org/2000/svg}circle")) == 2
-    )  # exact SPES too
-
-    from cells import key_of  # the folder is on the path only in this test
-
-    home, late = (script.VARIANTS[name] for name in ("home", "home-late"))
-    run = script.run_of(home, 1, script.QUICK)
-    assert run == script.run_of(late, 1, script.QUICK)
-    assert key_of(run, home.delay) == lines[1]["run"]
-    assert key_of(run, late.delay) != lines[1]["run"]
+    assert "| home: b2, experts b1, 5 slices | 0.004 | 1/18.4 | 2 | 1.5000 | +50.0 [" in printed
+    circles = ElementTree.parse(svg).getroot().findall("{http://www.w3.org/2000/svg}circle")
+    assert len(circles) == 2
