@@ -8,7 +8,7 @@ the result, bit for bit, with the plain reference of SPES and with swarms of pro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -58,12 +58,19 @@ class Conditions:
             files, so each has other packages.
         keeps_remainder: reducers add what the coding of a mean left out to the next mean [W5].
         readers: an expert learns from one of so many equal parts of each batch. 1: from all.
+        held: experts that a peer has in memory, its own among them. 0: all.
+        absent: what happens to tokens of an absent expert. "skip": it adds nothing. "mask": the
+            router chooses among the experts held. "balance": so it does, and balances their loads.
+        rotates: the foreign experts held are others in each cycle.
     """
 
     delay: int = 0
     own_texts: bool = False
     keeps_remainder: bool = True
     readers: int = 1
+    held: int = 0
+    absent: str = "skip"
+    rotates: bool = False
 
 
 WAITING = Conditions()
@@ -141,6 +148,7 @@ class InProcessSwarm:
         }
         entries = {unit.unit: Entry(0, unit.codec) for unit in self.layout.units}
         self.tip = Tip(0, 0, 0, entries, {e: tuple(sorted(each)) for e, each in owners.items()})
+        self.held = {peer: self._to_hold(peer) for peer in self.peers}
         self.engines = {peer: self._engine(peer) for peer in self.peers}
         self.steps = self.tokens = self.merges = 0
         self._left: dict[str, bytes] = {}
@@ -156,6 +164,8 @@ class InProcessSwarm:
 
     def round(self) -> None:
         """Local steps of each peer, the agreement, and a merge if one is due."""
+        if self.conditions.rotates and self.tip.round % self.run.round.experts_every == 0:
+            self._rotate()
         phase = self.run.phase_at(self.tokens)
         early = min(self.conditions.delay, phase.local_steps)
         work = Counter(self._train(early))
@@ -173,11 +183,41 @@ class InProcessSwarm:
 
     # ------------------------------------------------ local steps
 
-    def _engine(self, peer: str) -> ResidentEngine:
-        engine = _PartialReader(self.run, self.conditions.readers)
-        engine.own([expert for expert, owners in self.tip.owners.items() if peer in owners])
+    def _engine(self, peer: str) -> _LimitedEngine:
+        engine = _LimitedEngine(self.run, self.conditions)
+        engine.own(self._owned(peer))
         engine.write(self.agreed)
+        self._take_away(engine, set(self.tip.owners) - self.held[peer])
+        engine.held = self.held[peer]
         return engine
+
+    def _owned(self, peer: str) -> list[int]:
+        return [expert for expert, owners in self.tip.owners.items() if peer in owners]
+
+    def _to_hold(self, peer: str) -> set[int]:
+        """The experts that a peer has in memory in this cycle: its own, and the next ones."""
+        owned, number = self._owned(peer), len(self.tip.owners)
+        room = self.conditions.held - len(owned) if self.conditions.held else number
+        others = [(owned[0] + step) % number for step in range(number)]
+        others = [expert for expert in others if expert not in owned]
+        turn = self.tip.round // self.run.round.experts_every if self.conditions.rotates else 0
+        return {*owned, *(others[(turn * room + k) % len(others)] for k in range(room) if others)}
+
+    def _rotate(self) -> None:
+        for peer, engine in self.engines.items():
+            before, now = self.held[peer], self._to_hold(peer)
+            self._take_away(engine, before - now)
+            for unit in map(expert_unit, sorted(now - before)):
+                layout = self.layout.by_unit[unit]
+                read = _reader(self.values[unit])
+                engine.write(dict(read_tensors(layout, self.layout.shapes, read)))
+            self.held[peer] = engine.held = now
+
+    def _take_away(self, engine: Engine, experts: Collection[int]) -> None:
+        """Sets experts to 0, so that they add nothing to the output of their layer."""
+        for unit in map(expert_unit, sorted(experts)):
+            names = [part.name for part in self.layout.by_unit[unit].slices]
+            engine.write({name: torch.zeros(self.layout.shapes[name]) for name in names})
 
     def _train(self, steps: int) -> dict[str, int]:
         """Trains each peer for some steps on the next samples. Returns the predicted tokens."""
@@ -276,6 +316,9 @@ class InProcessSwarm:
     def _follow(self, peer: str, engine: Engine, move: Move) -> None:
         """As `LiveModel.adopt`, for a peer that every round counts."""
         layout, before, after = move.layout, _reader(move.before), _reader(move.after)
+        expert = expert_of_unit(layout.unit)
+        if expert is not None and expert not in self.held[peer]:
+            return
         if peer not in self._sources(layout.unit):
             engine.write(dict(read_tensors(layout, self.layout.shapes, after)))
         elif move.offered is None:
@@ -289,22 +332,25 @@ class InProcessSwarm:
             follow(engine, layout, before, after, _delta(move.offered[peer]))
 
 
-class _PartialReader(ResidentEngine):
-    """Each expert learns from one of several equal parts of every batch.
+class _LimitedEngine(ResidentEngine):
+    """Trains experts on a part of the text, or without some of the foreign experts.
 
-    All other tensors learn from the whole batch, without any exchange. The loss above that of a
-    usual engine is the price of experts that see only their owner's tokens.
+    With several readers, each expert learns from one of as many equal parts of every batch. All
+    other tensors learn from the whole batch, without any exchange. The loss above that of a usual
+    engine is the price of experts that see only their owner's tokens.
     """
 
-    def __init__(self, run: RunConfig, readers: int) -> None:
-        self._readers, self._reader = readers, 0
+    def __init__(self, run: RunConfig, conditions: Conditions) -> None:
+        self._conditions, self._reader = conditions, 0
+        self.held: Collection[int] = ()
         super().__init__(run)
 
     def own(self, experts: Sequence[int]) -> None:
         super().own(experts)
-        if self._readers == 1:
+        readers = self._conditions.readers
+        if readers == 1:
             return
-        reader_of_row = torch.arange(len(self.owned)) % self._readers
+        reader_of_row = torch.arange(len(self.owned)) % readers
         for name, parameter in self._model.trained_parameters().items():
             if ".experts.owned." in name:
                 parameter.register_hook(
@@ -314,8 +360,31 @@ class _PartialReader(ResidentEngine):
     def _backward(
         self, parts: Sequence[MicroBatch], index: int, controls: RoutingControls
     ) -> Losses:
-        self._reader = index * self._readers // len(parts)
+        self._reader = index * self._conditions.readers // len(parts)
+        if self._conditions.absent != "skip":
+            balances = self._conditions.absent == "balance"
+            controls = _AmongHeld(held=tuple(sorted(self.held)), balances=balances)
         return super()._backward(parts, index, controls)
+
+
+@dataclass(frozen=True)
+class _AmongHeld(RoutingControls):
+    """Routes tokens to the experts that a peer holds."""
+
+    held: tuple[int, ...] = ()
+    balances: bool = False
+
+    def own_bias(self, owned: Sequence[int], logits_NE: Tensor) -> Tensor | None:  # noqa: ARG002
+        bias_E = logits_NE.new_full(logits_NE.shape[1:], -1e9)
+        bias_E[list(self.held)] = 0
+        return bias_E
+
+    def count_weights(self, owned: Sequence[int], like_NE: Tensor) -> Tensor | None:  # noqa: ARG002
+        if not self.balances:
+            return None
+        weight_E = like_NE.new_zeros(like_NE.shape[1])
+        weight_E[list(self.held)] = 1
+        return weight_E
 
 
 def _owners(run: RunConfig) -> Mapping[int, Sequence[str]]:

@@ -9,6 +9,7 @@ headline   centralised training, and the settings of the run files for home link
            with Muon. 4 peers
 exchanges  exact SPES, averaging of everything (R = N), and fewer slices
 recipes    the home setting with Muon, with one change each
+residents  peers with a part of the experts in memory
 eight      8 peers
 sizes      the price of experts that see their owner's tokens alone, by the size of the model
 
@@ -195,6 +196,19 @@ RECIPES = {
         "no remainder at the reducer", conditions=replace(QUARTER_LATE, keeps_remainder=False)
     ),
 }
+RESIDENTS = {
+    f"{name}-{held}": _recipe(
+        f"{held} of 8 experts in memory: {label}",
+        conditions=replace(QUARTER_LATE, held=held, absent=absent, rotates=rotates),
+    )
+    for name, label, absent, rotates, amounts in (
+        ("skip", "others skipped", "skip", False, (2, 4, 6)),
+        ("mask", "others masked", "mask", False, (2, 4, 6)),
+        ("balance", "others masked, loads of those held balanced", "balance", False, (4,)),
+        ("rotate", "others skipped, others in each cycle", "skip", True, (4,)),
+    )
+    for held in amounts
+}
 KINDS: Mapping[str, Mapping[str, str]] = {"adamw": {}, "muon": MUON}
 CURVE = {
     f"{name}-{kind}-{hidden}": Method(
@@ -208,11 +222,12 @@ CURVE = {
     for kind, settings in KINDS.items()
     for name, label, readers in (("all", "all tokens", 1), ("own", "owner's tokens", PEERS))
 }
-METHODS = HEADLINE | EXCHANGES | EIGHT | RECIPES | CURVE
+METHODS = HEADLINE | EXCHANGES | RECIPES | RESIDENTS | EIGHT | CURVE
 GROUPS: Mapping[str, tuple[int, Mapping[str, Method]]] = {
     "headline": (8, HEADLINE),
     "exchanges": (4, EXCHANGES),
     "recipes": (4, RECIPES),
+    "residents": (3, RESIDENTS),
     "eight": (4, EIGHT),
     "sizes": (3, CURVE),
 }
@@ -382,7 +397,7 @@ def table(losses: Losses) -> str:
     columns = ("training", "learning rate", "bytes", "n", "loss")
     named = tuple(f"above {METHODS[base].label}, %" for base in BASES)
     rows = [f"| {' | '.join(columns + named)} |", "|---" * len(columns + named) + "|"]
-    for name, method in (HEADLINE | EXCHANGES | RECIPES | EIGHT).items():
+    for name, method in (HEADLINE | EXCHANGES | RECIPES | RESIDENTS | EIGHT).items():
         variant = best_variant(losses, name)
         found = results(losses, name)
         if not variant or not found:

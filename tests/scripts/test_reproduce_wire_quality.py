@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from swarm.data.corpus import open_corpus, size_of
+from swarm.data.loader import Loader
+from swarm.experts import expert_unit
 from swarm.model.routing import RoutingControls
-from tests.train.runs import same
+from tests.train.runs import patterned_shards, same
 
-ROOT = Path(__file__).parents[2]
+SHARDS = patterned_shards()
 
 
 def text_in(folder: Path) -> Path:
@@ -95,13 +97,13 @@ def test_the_search_gives_no_result(script: ModuleType) -> None:
 
 def test_an_expert_learns_from_one_part_of_the_batch(script: ModuleType) -> None:
     """The gradient of expert e is that of part e mod 2. Other tensors learn from both parts."""
-    from in_process import _PartialReader  # the folder is on the path only in this test
+    from in_process import Conditions, _LimitedEngine  # the folder is on the path only in this test
 
     run = script.run_of(script.METHODS["all-adamw-16"], 1.0, 1, script.QUICK)
     batch_BT1 = torch.randint(0, 256, (2 * run.train.micro_batch_sequences, 17))
 
     def gradients(readers: int, tokens_BT1: torch.Tensor) -> dict[str, torch.Tensor]:
-        engine = _PartialReader(run, readers)
+        engine = _LimitedEngine(run, Conditions(readers=readers))
         engine.own(range(run.model.num_experts))
         for parameter in engine._model.parameters():
             values = torch.sin(torch.arange(1.0, parameter.numel() + 1)) / 9
@@ -119,6 +121,26 @@ def test_an_expert_learns_from_one_part_of_the_batch(script: ModuleType) -> None
                 torch.testing.assert_close(parted[name][row], halves[row % 2][name][row] / 2)
         else:
             assert same({name: parted[name]}, {name: gradient})
+
+
+@pytest.mark.parametrize("name", ["skip-4", "rotate-4", "balance-4"])
+def test_a_peer_without_some_experts_trains_without_them(script: ModuleType, name: str) -> None:
+    from in_process import InProcessSwarm
+
+    method = script.METHODS[name]
+    run = script.run_of(method, 1.0, 1, script.QUICK)
+    with Loader(SHARDS, run) as loader:
+        swarm = InProcessSwarm(run, loader, method.conditions)
+        held = {peer: set(held) for peer, held in swarm.held.items()}
+        for _ in range(6):
+            swarm.round()
+        for peer, engine in swarm.engines.items():
+            assert len(swarm.held[peer]) == 4 and set(engine.owned) < swarm.held[peer]
+            assert (swarm.held[peer] == held[peer]) == (name != "rotate-4")
+            for expert in range(8):
+                part = swarm.layout.by_unit[expert_unit(expert)].slices[0]
+                weight = engine.read([part.name])[part.name]
+                assert bool(weight.any()) == (expert in swarm.held[peer])
 
 
 def test_own_texts_are_parts_of_the_whole(script: ModuleType, tmp_path: Path) -> None:
