@@ -2,8 +2,7 @@
 
 import random
 
-from swarm.monitor.history import with_history
-from swarm.monitor.snapshot import Sighting, Snapshot, snapshot_of
+from swarm.monitor.snapshot import Sighting, Snapshot
 from swarm.protocol.records.records import (
     TOO_LATE,
     LinkFigures,
@@ -18,6 +17,7 @@ from swarm.protocol.records.records import (
     WorkersFigures,
 )
 from swarm.protocol.values.manifest import Entry, Founding, Kind, Manifest, Member, Text
+from tests.monitor.small_swarm import project, remembered
 from tests.peer_records import DIGEST, peer_record
 
 BEGAN_S = 1_790_000_000.0
@@ -37,13 +37,8 @@ def peer_id(number: int) -> str:
 
 def crowd(peers: int, experts: int, rounds: int, *, seen_rounds: int = 4) -> Snapshot:
     """The view of a monitor that has seen the last decisions."""
-    seen = None
-    for round_ in range(max(rounds - seen_rounds, 0) + 1, rounds + 1):
-        found = snapshot_of(sighting(peers, experts, round_))
-        assert found is not None
-        seen = with_history(found, seen)
-    assert seen is not None
-    return seen
+    looks = range(max(rounds - seen_rounds, 0) + 1, rounds + 1)
+    return remembered(*(project(sighting(peers, experts, round_)) for round_ in looks))
 
 
 def sighting(peers: int, experts: int, round_: int) -> Sighting:

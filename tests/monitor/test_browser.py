@@ -12,9 +12,10 @@ import pytest
 from swarm.monitor.history import with_history
 from swarm.monitor.schema import as_json
 from swarm.monitor.server import MAX_LISTENERS, Feed
-from swarm.monitor.snapshot import PeerRow, snapshot_of
+from swarm.monitor.snapshot import PeerRow, Snapshot
 from tests.monitor.crowds import STRANGER, crowd, sighting
 from tests.monitor.pages import Page, page_of
+from tests.monitor.small_swarm import project
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed")
@@ -64,15 +65,18 @@ def visit(chromium: Any) -> Iterator[Open]:
     assert {host.partition(":")[0] for host in asked} == {"127.0.0.1"} and len(asked) == 1
 
 
-def feed_of(peers: int = 5, experts: int = 8, rounds: int = 9) -> Feed:
+def feed_of(snapshot: Snapshot) -> Feed:
     feed = Feed(MAX_LISTENERS)
-    feed.show(as_json(crowd(peers, experts, rounds)))
+    feed.show(as_json(snapshot))
     return feed
+
+
+FIVE = crowd(5, 8, 9)
 
 
 @pytest.fixture
 def served() -> Iterator[Page]:
-    with page_of(feed_of()) as found:
+    with page_of(feed_of(FIVE)) as found:
         yield found
 
 
@@ -149,8 +153,7 @@ def percent(share: float) -> str:
 def test_every_panel_says_what_the_json_says_also_after_changes(visit: Open) -> None:
     found, seen = [], None
     for round_ in range(5, 12):
-        snapshot = snapshot_of(sighting(4, 8, round_))
-        assert snapshot is not None
+        snapshot = project(sighting(4, 8, round_))
         seen = with_history(snapshot, seen)
         # An absent owner's name is unknown. Another test covers this.
         if not snapshot.absent:
@@ -183,9 +186,7 @@ def test_what_peers_say_is_shown_as_text(visit: Open) -> None:
     for row, text in zip(snapshot.peers, HOSTILE, strict=True):
         record = dataclasses.replace(row.record, name=text, reason=text, version=text)
         rows.append(dataclasses.replace(row, record=record))
-    feed = Feed(MAX_LISTENERS)
-    feed.show(as_json(dataclasses.replace(snapshot, peers=tuple(rows), reasons=())))
-    with page_of(feed) as served:
+    with page_of(feed_of(dataclasses.replace(snapshot, peers=tuple(rows), reasons=()))) as served:
         shown = visit(served)
         expected = list(HOSTILE.values())
         assert [row[1] for row in table(shown, "peers")] == expected
@@ -197,9 +198,8 @@ def test_what_peers_say_is_shown_as_text(visit: Open) -> None:
 def test_an_absent_owner_is_named_and_its_experts_are_not_well(visit: Open) -> None:
     snapshot = crowd(4, 8, 9)
     gone = snapshot.peers[0].record.peer_id
-    feed = Feed(MAX_LISTENERS)
-    feed.show(as_json(dataclasses.replace(snapshot, peers=snapshot.peers[1:], absent=(gone,))))
-    with page_of(feed) as served:
+    without = dataclasses.replace(snapshot, peers=snapshot.peers[1:], absent=(gone,))
+    with page_of(feed_of(without)) as served:
         shown = visit(served)
         alone = [r for r in table(shown, "experts") if r[5] == "no owner present"]
         assert alone and all(gone[-6:] in row[1] for row in alone)
@@ -291,7 +291,7 @@ def test_the_scheme_is_the_readers_choice_and_is_kept(visit: Open, served: Page)
 
 
 def test_the_page_works_behind_a_prefix(visit: Open) -> None:
-    with page_of(feed_of(), prefix="/some/where") as served:
+    with page_of(feed_of(FIVE), prefix="/some/where") as served:
         shown = visit(served, "some/where/")
         assert len(table(shown, "peers")) == 5
         assert shown.locator("#loss canvas").count() == 1
@@ -299,9 +299,7 @@ def test_the_page_works_behind_a_prefix(visit: Open) -> None:
 
 @pytest.mark.parametrize(("peers", "experts"), [(50, 128), (256, 256)])
 def test_a_large_run_is_drawn_whole(visit: Open, peers: int, experts: int) -> None:
-    feed = Feed(MAX_LISTENERS)
-    feed.show(as_json(crowd(peers, experts, 61, seen_rounds=1)))
-    with page_of(feed) as served:
+    with page_of(feed_of(crowd(peers, experts, 61, seen_rounds=1))) as served:
         shown = visit(served)
         assert len(table(shown, "peers")) == len(json_of(served)["peers"])
         assert len(table(shown, "experts")) == experts
@@ -311,12 +309,12 @@ def test_a_page_finds_the_monitor_again(chromium: Any) -> None:
     """A separate test, because the browser writes a console message for each attempt."""
     shown = chromium.new_page()
     shown.set_default_timeout(WAIT_MS)
-    with page_of(feed_of()) as served:
+    with page_of(feed_of(FIVE)) as served:
         shown.goto(served.url)
         shown.wait_for_selector(ROWS)
     shown.wait_for_selector("#health[data-word=unreachable]")
     assert shown.locator(ROWS).count() == 5, "known values stay"
-    with page_of(feed_of(rounds=10), port=served.port):
+    with page_of(feed_of(crowd(5, 8, 10)), port=served.port):
         shown.wait_for_selector("html[data-round='10']")
         assert shown.get_attribute("#health", "data-word") != "unreachable"
     shown.close()

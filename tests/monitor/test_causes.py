@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from swarm.monitor.health import REMEDIES, SILENT_S, Fault, Word, causes_of, health_of
-from swarm.monitor.history import with_history
 from swarm.monitor.schema import as_json
 from swarm.monitor.snapshot import Sighting, Snapshot, snapshot_of
 from swarm.protocol.records.records import (
@@ -18,7 +17,7 @@ from swarm.protocol.records.records import (
     Silence,
 )
 from swarm.protocol.values.manifest import Member
-from tests.monitor.conftest import manifest
+from tests.monitor.small_swarm import manifest, remembered
 from tests.peer_records import peer_record
 
 PEERS = ("QmA", "QmB", "QmC", "QmD")
@@ -62,10 +61,7 @@ def look(at: float, tip: Any = TIP, *, silent_since: float | None = None, **chan
 
 
 def seen(*looks: Snapshot) -> Snapshot:
-    found = None
-    for one in looks:
-        found = with_history(one, found)
-    assert found is not None
+    found = remembered(*looks)
     as_json(found)
     return found
 
@@ -124,9 +120,8 @@ def test_a_dead_owner_is_told_by_others_at_once_and_with_its_experts() -> None:
     assert health_of(snapshot).word is Word.DEGRADED
     without = seen(look(130.0, A=gone, D=None))
     assert only(without)[:2] == (Fault.DEAD, "QmD")
-    assert (
-        health_of(without).word is Word.DEGRADED and "nothing listens" in health_of(without).reason
-    )
+    health = health_of(without)
+    assert health.word is Word.DEGRADED and "nothing listens" in health.reason
 
 
 @pytest.mark.parametrize("after_s", [0.0, SILENT_S - 1, SILENT_S + 1])
@@ -146,15 +141,8 @@ def test_a_peer_that_leaves_or_is_done_is_not_missed() -> None:
     gone = {"link": line(QmD=Silence.GONE)}
     for state in (PeerState.LEAVING, PeerState.FINISHED):
         states = {"A": gone, "D": {"state": state}}
-        assert (
-            causes_of(
-                seen(
-                    look(100.0, silent_since=50.0, **states),
-                    look(130.0, silent_since=50.0, **states),
-                )
-            )
-            == ()
-        )
+        looks = [look(at, silent_since=50.0, **states) for at in (100.0, 130.0)]
+        assert causes_of(seen(*looks)) == ()
 
 
 def test_a_full_disk_is_told_in_the_words_of_the_peer_that_waits_for_it() -> None:

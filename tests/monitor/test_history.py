@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,58 +12,30 @@ from peers.actions.monitor_files import Earlier, HistoryFile
 from swarm.errors import ConfigError
 from swarm.monitor.health import REMEDIES, Fault, Word, health_of, pace_of
 from swarm.monitor.history import MAX_EVENTS, MAX_POINTS, earlier_of, with_history
-from swarm.monitor.snapshot import Agreement, Sighting, Snapshot, Topic, snapshot_of
-from swarm.protocol.records.records import PeerRecord, PeerState, RoundFigures, ValidationRecord
-from swarm.protocol.values.manifest import Manifest
+from swarm.monitor.snapshot import Agreement, Snapshot, Topic
+from swarm.protocol.records.records import PeerState, RoundFigures, ValidationRecord
 from tests.monitor.crowds import crowd
+from tests.monitor.small_swarm import manifest, remembered, snapshot_with
 from tests.monitor.test_replay import applied
-
-Sightings = Callable[..., Sighting]
-Manifests = Callable[..., Manifest]
-Peers = Callable[..., PeerRecord]
-Looks = Callable[..., Snapshot]
+from tests.peer_records import peer_record
 
 
-def project(seen: Sighting) -> Snapshot:
-    found = snapshot_of(seen)
-    assert found is not None
-    return found
-
-
-@pytest.fixture
-def look(make_sighting: Sightings, make_manifest: Manifests, make_peer: Peers) -> Looks:
+def look(round_: int, at: float, *, peers: str = "AB", **changes: Any) -> Snapshot:
     """A look at two peers and a newest manifest that counts both, with changed fields."""
-
-    def one(round_: int, at: float, *, peers: str = "AB", **changes: Any) -> Snapshot:
-        members = {f"Qm{p}": make_manifest().members["QmA"] for p in "AB"}
-        tip = make_manifest(
-            round=round_, height=round_, tokens=1000 * round_,
-            **{"members": members, "reasons": (), "contributors": ("QmA", "QmB"), **changes},
-        )  # fmt: skip
-        rows = {
-            f"Qm{p}": make_peer(
-                f"Qm{p}", manifest_digest=tip.digest, tokens_per_s=100.0, rounds_total=20
-            )
-            for p in peers
-        }
-        seen = make_sighting(peers=rows, merges={}, validations={}, tip=tip, at=at)
-        return project(seen)
-
-    return one
+    members = {f"Qm{p}": manifest().members["QmA"] for p in "AB"}
+    tip = manifest(
+        round=round_, height=round_, tokens=1000 * round_,
+        **{"members": members, "reasons": (), "contributors": ("QmA", "QmB"), **changes},
+    )  # fmt: skip
+    told = {"manifest_digest": tip.digest, "tokens_per_s": 100.0, "rounds_total": 20}
+    rows = {f"Qm{p}": peer_record(f"Qm{p}", **told) for p in peers}
+    return snapshot_with(peers=rows, merges={}, validations={}, tip=tip, at=at)
 
 
-def looks(*snapshots: Snapshot) -> Snapshot:
-    before = None
-    for snapshot in snapshots:
-        before = with_history(snapshot, before)
-    assert before is not None
-    return before
-
-
-def test_history_outlives_the_records_it_came_from(make_sighting: Sightings) -> None:
-    before = looks(project(make_sighting()))
+def test_history_outlives_the_records_it_came_from() -> None:
+    before = remembered(snapshot_with())
     newer = {"QmA": ValidationRecord(6, "ab" * 32, 2.2, 100, 200)}
-    now = project(make_sighting(merges={}, validations=newer))
+    now = snapshot_with(merges={}, validations=newer)
     shown = with_history(now, before)
     assert shown.losses == (*before.losses, (6, 2.2))
     assert shown.merges == before.merges
@@ -75,8 +46,10 @@ def test_history_outlives_the_records_it_came_from(make_sighting: Sightings) -> 
     assert alone.losses == now.losses
 
 
-def test_a_rounds_seconds_are_told_only_of_rounds_that_were_seen_whole(look: Looks) -> None:
-    seen = looks(look(3, 100.0), look(3, 102.0), look(4, 103.0), look(5, 113.0), look(7, 143.0))
+def test_a_rounds_seconds_are_told_only_of_rounds_that_were_seen_whole() -> None:
+    seen = remembered(
+        look(3, 100.0), look(3, 102.0), look(4, 103.0), look(5, 113.0), look(7, 143.0)
+    )
     told = [(p.round, p.seconds, p.committed_per_s) for p in seen.rounds]
     assert told == [
         (3, None, None), (4, None, None), (5, 10.0, 100.0), (7, 15.0, pytest.approx(2000 / 30)),
@@ -84,26 +57,21 @@ def test_a_rounds_seconds_are_told_only_of_rounds_that_were_seen_whole(look: Loo
     pace = pace_of(seen)
     assert pace.round_s == 12.5 and pace.eta_s == 13 * 12.5
     assert pace.utilisation == pytest.approx((100 + 2000 / 30) / 2 / 200)
-    early = looks(look(3, 100.0), look(4, 103.0))
+    early = remembered(look(3, 100.0), look(4, 103.0))
     assert pace_of(early).eta_s is None
-    told = [
-        dataclasses.replace(row.record, last_round=RoundFigures(4, True, 8.0 + 4.0 * k, {}, 0, 0))
-        for k, row in enumerate(early.peers)
-    ]
-    rows = (
-        dataclasses.replace(row, record=record)
-        for row, record in zip(early.peers, told, strict=True)
+    figures = [RoundFigures(4, True, seconds, {}, 0, 0) for seconds in (8.0, 12.0)]
+    rows = tuple(
+        dataclasses.replace(row, record=dataclasses.replace(row.record, last_round=last_round))
+        for row, last_round in zip(early.peers, figures, strict=True)
     )
-    pace = pace_of(dataclasses.replace(early, peers=tuple(rows)))
+    pace = pace_of(dataclasses.replace(early, peers=rows))
     assert (pace.round_s, pace.eta_s, pace.committed_per_s) == (10.0, 160.0, None)
 
 
-def test_what_changed_is_told_once_and_by_name(look: Looks) -> None:
-    seen = looks(
-        look(3, 100.0),
-        look(4, 110.0, peers="A", contributors=("QmA",), reasons=("QmB said nothing",)),
-        look(4, 112.0, peers="A", contributors=("QmA",), reasons=("QmB said nothing",)),
-        look(5, 120.0),
+def test_what_changed_is_told_once_and_by_name() -> None:
+    alone = {"peers": "A", "contributors": ("QmA",), "reasons": ("QmB said nothing",)}
+    seen = remembered(
+        look(3, 100.0), look(4, 110.0, **alone), look(4, 112.0, **alone), look(5, 120.0)
     )
     assert [(event.at, event.topic, event.text) for event in seen.events] == [
         (110.0, Topic.ROUND, "round 4 decided, with 1 of 2 members, without …QmB"),
@@ -114,9 +82,9 @@ def test_what_changed_is_told_once_and_by_name(look: Looks) -> None:
     ]
 
 
-def test_history_is_bounded(look: Looks) -> None:
-    full = looks(look(3, 100.0))
-    point, event = full.rounds[0], looks(look(3, 1.0), look(4, 2.0)).events[0]
+def test_history_is_bounded() -> None:
+    full = remembered(look(3, 100.0))
+    point, event = full.rounds[0], remembered(look(3, 1.0), look(4, 2.0)).events[0]
     full = dataclasses.replace(full, rounds=(point,) * MAX_POINTS, events=(event,) * MAX_EVENTS)
     later = with_history(look(4, 110.0), full)
     assert (len(later.rounds), len(later.events)) == (MAX_POINTS, MAX_EVENTS)
@@ -126,8 +94,8 @@ def test_history_is_bounded(look: Looks) -> None:
 # ---------------------------------------------------------------- health
 
 
-def test_health_is_the_worst_that_can_be_said_and_names_its_cause(look: Looks) -> None:
-    sound = looks(look(3, 100.0), look(4, 110.0), look(5, 120.0))
+def test_health_is_the_worst_that_can_be_said_and_names_its_cause() -> None:
+    sound = remembered(look(3, 100.0), look(4, 110.0), look(5, 120.0))
     assert health_of(sound).word is Word.HEALTHY
 
     def word(**changes: Any) -> tuple[Word, str]:
@@ -155,8 +123,8 @@ def test_health_is_the_worst_that_can_be_said_and_names_its_cause(look: Looks) -
     )  # fmt: skip
 
 
-def test_a_stranger_with_another_tip_splits_nothing(look: Looks) -> None:
-    sound = looks(look(3, 100.0))
+def test_a_stranger_with_another_tip_splits_nothing() -> None:
+    sound = remembered(look(3, 100.0))
     stranger = dataclasses.replace(
         sound.peers[1], agreement=Agreement.DIFFERENT, votes=None, contributed=False
     )
@@ -164,8 +132,8 @@ def test_a_stranger_with_another_tip_splits_nothing(look: Looks) -> None:
     assert health_of(dataclasses.replace(sound, peers=peers)).word is Word.HEALTHY
 
 
-def test_all_peers_finished_is_finished(look: Looks) -> None:
-    sound = looks(look(3, 100.0))
+def test_all_peers_finished_is_finished() -> None:
+    sound = remembered(look(3, 100.0))
     ended = tuple(
         dataclasses.replace(row, record=dataclasses.replace(row.record, state=PeerState.FINISHED))
         for row in sound.peers
@@ -182,9 +150,8 @@ def line(**fields: Any) -> str:
 
 
 def history(run: str | None = None) -> str:
-    zeros = dict.fromkeys(
-        ("blobs_sent", "blobs_received", "control_sent", "control_received"), 0
-    ) | dict.fromkeys(("moments_sent", "moments_received"), 0)
+    kinds = ("blobs", "control", "moments")
+    zeros = {f"{kind}_{way}": 0 for kind in kinds for way in ("sent", "received")}
     started = {"event": "started", "time": NOW_S - 900, "run": run or FIRST.run_id}
     merge = applied(2, "c", at=NOW_S - 800) | {"kind": "merge", "height": 3}
     loss = {"event": "validation", "digest": "a", "bits_per_byte": 1.0}

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from swarm.errors import ConfigError, SwarmError
 from swarm.monitor.health import REMEDIES, Fault
 from swarm.monitor.history import decode_kept, encode_kept, kept_of, with_history
 from swarm.monitor.schema import as_json
-from swarm.monitor.snapshot import Agreement, Snapshot, snapshot_of
+from swarm.monitor.snapshot import Agreement, Snapshot
 from tests.monitor.crowds import WORKERS, crowd, sighting
+from tests.monitor.small_swarm import project
 
 RUN = "demo-0123456789abcdef"
 
@@ -128,8 +129,7 @@ def test_what_is_kept_reads_back_as_it_was() -> None:
 def test_history_goes_on_after_a_restart_of_the_monitor(tmp_path: Path) -> None:
     path, before = tmp_path / "history.json", crowd(4, 8, 9)
     HistoryFile(path).keep(before)
-    first = snapshot_of(sighting(4, 8, 11))
-    assert first is not None
+    first = project(sighting(4, 8, 11))
     again = HistoryFile(path)
     found = with_history(first, again.before(first))
     assert found.rounds[: len(before.rounds)] == before.rounds
@@ -144,9 +144,8 @@ def test_history_goes_on_after_a_restart_of_the_monitor(tmp_path: Path) -> None:
 def test_the_history_of_another_run_is_left_aside(tmp_path: Path) -> None:
     path = tmp_path / "history.json"
     HistoryFile(path).keep(crowd(4, 8, 9))
-    found = sighting(4, 8, 9)
-    other = snapshot_of(type(found)(**{**vars(found), "run": RUN}))
-    assert other is not None and HistoryFile(path).before(other) is None
+    other = project(replace(sighting(4, 8, 9), run=RUN))
+    assert HistoryFile(path).before(other) is None
 
 
 def test_what_cannot_be_read_of_a_history_is_passed_over_and_said(
@@ -160,8 +159,7 @@ def test_what_cannot_be_read_of_a_history_is_passed_over_and_said(
     found["rounds"].append({})
     found["losses"] = [[-1, 1.7e308], *found["losses"], [10**6, None]]
     path.write_text(json.dumps(found))
-    first = snapshot_of(sighting(4, 8, 11))
-    assert first is not None
+    first = project(sighting(4, 8, 11))
     kept = HistoryFile(path).before(first)
     assert kept is not None
     assert (kept.losses, kept.events) == (before.losses, before.events)

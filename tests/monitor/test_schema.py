@@ -5,7 +5,6 @@ import functools
 import json
 import operator
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
@@ -14,14 +13,11 @@ import pytest
 from pydantic import ConfigDict, create_model
 
 from swarm.monitor import schema
-from swarm.monitor.history import with_history
 from swarm.monitor.schema import PeerJson, SnapshotJson, as_json
-from swarm.monitor.snapshot import Sighting, Snapshot, snapshot_of
+from swarm.monitor.snapshot import Snapshot
 from swarm.protocol.records.records import PeerRecord, RoutingFigures
-from swarm.protocol.values.manifest import Manifest
+from tests.monitor.small_swarm import manifest, project, remembered, sighting, snapshot_with
 
-Sightings = Callable[..., Sighting]
-Manifests = Callable[..., Manifest]
 PAGE = Path(schema.__file__).with_name("README.md")
 OBJECTS = {
     name: kind
@@ -47,25 +43,17 @@ def checker(kind: Any) -> Any:
 CHECK = checker(SnapshotJson)
 
 
-def project(seen: Sighting) -> Snapshot:
-    found = snapshot_of(seen)
-    assert found is not None
-    return with_history(found, None)
-
-
 def shown(snapshot: Snapshot, unreachable: str | None = None) -> dict[str, Any]:
-    text = json.dumps(as_json(snapshot, unreachable), allow_nan=False)
+    text = json.dumps(as_json(remembered(snapshot), unreachable), allow_nan=False)
     CHECK.model_validate_json(text)
     found: dict[str, Any] = json.loads(text)
     return found
 
 
 @pytest.mark.parametrize("has_manifest", [False, True])
-def test_what_is_said_has_the_types_that_are_promised(
-    make_sighting: Sightings, make_manifest: Manifests, has_manifest: bool
-) -> None:
+def test_what_is_said_has_the_types_that_are_promised(has_manifest: bool) -> None:
     routing = RoutingFigures(1.5, 0, 0.0, None)
-    seen = make_sighting(tip=make_manifest() if has_manifest else None, at=100.0)
+    seen = sighting(tip=manifest() if has_manifest else None, at=100.0)
     peers = {p: dataclasses.replace(r, routing=routing) for p, r in seen.peers.items()}
     found = shown(project(dataclasses.replace(seen, peers=peers, published={"QmA": 99.5})))
     assert list(found) == list(get_type_hints(SnapshotJson))
@@ -73,10 +61,10 @@ def test_what_is_said_has_the_types_that_are_promised(
     assert found["members"] == (3 if has_manifest else None)
 
 
-def test_nothing_of_a_peers_record_is_left_out(make_sighting: Sightings) -> None:
+def test_nothing_of_a_peers_record_is_left_out() -> None:
     promised = set(get_type_hints(PeerJson))
     assert {field.name for field in dataclasses.fields(PeerRecord)} < promised
-    snapshot = project(make_sighting())
+    snapshot = snapshot_with()
     for row, peer in zip(snapshot.peers, shown(snapshot)["peers"], strict=True):
         assert set(peer) == promised
         record = json.loads(json.dumps(dataclasses.asdict(row.record), default=lambda v: v.value))
@@ -98,24 +86,18 @@ def test_every_field_is_described() -> None:
         assert told <= described, (name, told - described)
 
 
-def test_an_expert_tells_its_age_and_who_is_most_like_it(
-    make_sighting: Sightings, make_manifest: Manifests
-) -> None:
-    found = shown(project(make_sighting(tip=make_manifest())))["experts"]
+def test_an_expert_tells_its_age_and_who_is_most_like_it() -> None:
+    found = shown(snapshot_with(tip=manifest()))["experts"]
     assert found[0] == {
         "expert": 0, "owners": ["QmA"], "version": 4, "age": 2, "nearest": 1,
         "donors": [[1, 2], [2, 1]],
     }  # fmt: skip
-    without = shown(project(make_sighting()))["experts"]
+    without = shown(snapshot_with())["experts"]
     assert without[-1]["version"] is without[-1]["age"] is without[-1]["nearest"] is None
 
 
-def test_a_look_that_failed_is_told_with_what_was_known_before(make_sighting: Sightings) -> None:
-    snapshot = project(make_sighting())
+def test_a_look_that_failed_is_told_with_what_was_known_before() -> None:
+    snapshot = snapshot_with()
     lost, before = shown(snapshot, "records: no answer within 4 s"), shown(snapshot)
-    assert lost.pop("health") == {
-        "word": "unreachable",
-        "reason": "records: no answer within 4 s",
-    }
-    before.pop("health")
-    assert lost == before
+    health = {"word": "unreachable", "reason": "records: no answer within 4 s"}
+    assert lost == before | {"health": health}

@@ -28,9 +28,9 @@ from swarm.monitor.server import (
     listening_socket,
     names_this_machine,
 )
-from swarm.monitor.snapshot import snapshot_of
 from tests.monitor.crowds import crowd, sighting
 from tests.monitor.pages import WAIT_S, Page, page_of
+from tests.monitor.small_swarm import project
 
 FIRST_PAINT_BYTES = 1_000_000
 BYTES_PER_S = 200_000
@@ -216,9 +216,7 @@ def test_the_name_that_was_given_to_listen_on_is_this_machines() -> None:
 def snapshots(rounds: range) -> list[dict[str, Any]]:
     seen, found = None, []
     for round_ in rounds:
-        snapshot = snapshot_of(sighting(6, 16, round_))
-        assert snapshot is not None
-        seen = with_history(snapshot, seen)
+        seen = with_history(project(sighting(6, 16, round_)), seen)
         found.append(json.loads(json.dumps(as_json(seen))))
     return found
 

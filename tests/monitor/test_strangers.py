@@ -12,10 +12,10 @@ from swarm.errors import BadRecord
 from swarm.monitor import terminal
 from swarm.monitor.exposition import exposition
 from swarm.monitor.health import Word, health_of
-from swarm.monitor.history import decode_kept, encode_kept, kept_of, with_history
+from swarm.monitor.history import decode_kept, encode_kept, kept_of
 from swarm.monitor.schema import as_json
 from swarm.monitor.server import Feed
-from swarm.monitor.snapshot import Sighting, Snapshot, snapshot_of
+from swarm.monitor.snapshot import Sighting, Snapshot
 from swarm.monitor.terminal import render
 from swarm.protocol.records.records import (
     MAX_REAL,
@@ -31,6 +31,7 @@ from swarm.protocol.records.records import (
     encode_record,
 )
 from tests.monitor.crowds import STRANGER, peer_id, sighting
+from tests.monitor.small_swarm import project, remembered
 from tests.peer_records import DIGEST, peer_record
 
 ROUND = 8
@@ -100,13 +101,7 @@ def with_forged(name: str, round_: int = ROUND) -> Sighting:
 
 def looks(*seen: Sighting) -> Snapshot:
     """Looks two seconds apart, as in a monitor with a memory."""
-    before = None
-    for one in seen:
-        found = snapshot_of(one)
-        assert found is not None
-        before = with_history(found, before)
-    assert before is not None
-    return before
+    return remembered(*map(project, seen))
 
 
 def printed(snapshot: Snapshot) -> str:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -11,12 +10,12 @@ from rich.console import Console
 from rich.text import Text
 
 from swarm.monitor import terminal
-from swarm.monitor.snapshot import Coverage, Sighting, Snapshot, snapshot_of
+from swarm.monitor.snapshot import Coverage, Snapshot
 from swarm.monitor.terminal import EMPTY, braille, render
-from swarm.protocol.records.records import PeerRecord, PeerState, RoutingFigures, WorkersFigures
-from swarm.protocol.values.manifest import Manifest
+from swarm.protocol.records.records import PeerState, RoutingFigures, WorkersFigures
+from tests.monitor.small_swarm import manifest, snapshot_with
+from tests.peer_records import peer_record
 
-Sightings = Callable[..., Sighting]
 SIZES = [(80, 24), (140, 40), (200, 60)]
 
 
@@ -34,41 +33,29 @@ def shown(snapshot: Snapshot, width: int = 80, height: int = 24, *, styled: bool
     return console.export_text(styles=styled)
 
 
-@pytest.fixture
-def snapshot(make_sighting: Sightings, make_manifest: Callable[..., Manifest]) -> Snapshot:
-    found = snapshot_of(make_sighting(tip=make_manifest()))
-    assert found
-    return found
-
-
-@pytest.fixture
-def crowd(make_sighting: Sightings, make_peer: Callable[..., PeerRecord]) -> Snapshot:
-    peers = {
-        f"Qm{k:03}": make_peer(f"Qm{k:03}", owned_experts=(3 * k, 3 * k + 1, 3 * k + 2))
+SMALL = snapshot_with(tip=manifest())
+CROWD = snapshot_with(
+    peers={
+        f"Qm{k:03}": peer_record(f"Qm{k:03}", owned_experts=(3 * k, 3 * k + 1, 3 * k + 2))
         for k in range(60)
     }
-    found = snapshot_of(make_sighting(peers=peers))
-    assert found
-    return found
+)
 
 
-def test_an_expert_without_an_owner_is_shown_to_wait(
-    make_sighting: Sightings, make_manifest: Callable[..., Manifest]
-) -> None:
-    found = snapshot_of(make_sighting(tip=make_manifest(owners={0: ("QmA",), 1: (), 2: ()})))
-    assert found
+def test_an_expert_without_an_owner_is_shown_to_wait() -> None:
+    found = snapshot_with(tip=manifest(owners={0: ("QmA",), 1: (), 2: ()}))
     assert terminal.NO_OWNER in shown(found)
     (line,) = terminal.experts_map(found, terminal.keys_of(found.peers), 80, 1)
     assert "wait 1-2" in line.plain
 
 
-def test_the_small_screen_shows_every_kind_of_fact(snapshot: Snapshot) -> None:
-    screen = shown(snapshot)
+def test_the_small_screen_shows_every_kind_of_fact() -> None:
+    screen = shown(SMALL)
     for fact in (
         "demo-1",
         "generation 0",
         "round 6/8",
-        f"tip {snapshot.manifest_digest[:8]}",
+        f"tip {SMALL.manifest_digest[:8]}",
         "0 of 3 equal",
         "name…f-QmA",
         "catching up",
@@ -90,8 +77,8 @@ def test_the_small_screen_shows_every_kind_of_fact(snapshot: Snapshot) -> None:
         assert fact in screen, fact
 
 
-def test_the_map_says_who_owns_which_expert_in_which_version(snapshot: Snapshot) -> None:
-    lines = shown(snapshot).splitlines()
+def test_the_map_says_who_owns_which_expert_in_which_version() -> None:
+    lines = shown(SMALL).splitlines()
     row = next(k for k, line in enumerate(lines) if line.startswith("experts  "))
     assert [line.rstrip() for line in lines[row : row + 3]] == [
         "experts  0  1  2",
@@ -101,72 +88,56 @@ def test_the_map_says_who_owns_which_expert_in_which_version(snapshot: Snapshot)
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
-def test_the_view_fits_the_screen(
-    snapshot: Snapshot, crowd: Snapshot, width: int, height: int
-) -> None:
-    for some in (snapshot, crowd):
+def test_the_view_fits_the_screen(width: int, height: int) -> None:
+    for some in (SMALL, CROWD):
         lines = shown(some, width, height).splitlines()
         assert len(lines) <= height
         assert max(len(line) for line in lines) <= width
 
 
-def test_peers_that_do_not_fit_are_counted(crowd: Snapshot) -> None:
-    screen = shown(crowd)
+def test_peers_that_do_not_fit_are_counted() -> None:
+    screen = shown(CROWD)
     visible = sum("training" in line for line in screen.splitlines())
     assert 3 <= visible < 60
     assert f"and {60 - visible} more peers" in screen
     assert "why 60 peers: round 5 decided" in screen
 
 
-def test_too_many_experts_for_a_map_are_ranges(crowd: Snapshot) -> None:
-    assert "experts  A 0-2  B 3-5  C 6-8" in shown(crowd)
+def test_too_many_experts_for_a_map_are_ranges() -> None:
+    assert "experts  A 0-2  B 3-5  C 6-8" in shown(CROWD)
 
 
-def test_a_different_digest_is_alarming_and_an_equal_one_is_not(
-    make_sighting: Sightings, make_peer: Callable[..., PeerRecord]
-) -> None:
-    peers = {peer: make_peer(peer) for peer in ("QmA", "QmB", "QmC")}
-    found = snapshot_of(make_sighting(peers=peers))
-    assert (
-        found
-        and "DIFFERENT" not in shown(found)
-        and "\x1b[1;37;41m" not in shown(found, styled=True)
-    )
-    peers["QmC"] = make_peer("QmC", manifest_digest="cd" * 32)
-    found = snapshot_of(make_sighting(peers=peers))
-    assert found and "2 of 3 equal, 1 DIFFERENT" in shown(found)
+def test_a_different_digest_is_alarming_and_an_equal_one_is_not() -> None:
+    peers = {peer: peer_record(peer) for peer in ("QmA", "QmB", "QmC")}
+    found = snapshot_with(peers=peers)
+    assert "DIFFERENT" not in shown(found)
+    assert "\x1b[1;37;41m" not in shown(found, styled=True)
+    peers["QmC"] = peer_record("QmC", manifest_digest="cd" * 32)
+    found = snapshot_with(peers=peers)
+    assert "2 of 3 equal, 1 DIFFERENT" in shown(found)
     assert "\x1b[1;37;41mcdcdcdcd" in shown(found, styled=True)
 
 
-def test_markup_in_a_name_or_reason_is_shown_and_not_obeyed(
-    make_sighting: Sightings, make_peer: Callable[..., PeerRecord]
-) -> None:
-    hostile = make_peer("QmA", name="[red]x[/]", reason="[link=http://x]click[/link] me")
-    found = snapshot_of(make_sighting(peers={"QmA": hostile}))
-    assert found
+def test_markup_in_a_name_or_reason_is_shown_and_not_obeyed() -> None:
+    hostile = peer_record("QmA", name="[red]x[/]", reason="[link=http://x]click[/link] me")
+    found = snapshot_with(peers={"QmA": hostile})
     screen = shown(found)
     assert "[red]x[/]" in screen and "[link=http://x]click[/link] me" in screen
 
 
-def test_long_peer_ids_in_reasons_become_keys(
-    make_sighting: Sightings, make_peer: Callable[..., PeerRecord]
-) -> None:
+def test_long_peer_ids_in_reasons_become_keys() -> None:
     known, gone = "12D3KooW" + "a" * 44, "12D3KooW" + "b" * 38 + "cdefgh"
     reason = f"expert 7: {gone} left, adopted by {known}, load 3/4"
-    found = snapshot_of(make_sighting(peers={known: make_peer(known, reason=reason)}))
-    assert found
+    found = snapshot_with(peers={known: peer_record(known, reason=reason)})
     assert "why A expert 7: …cdefgh left, adopted by A, load 3/4" in shown(found)
 
 
-def test_a_run_that_has_not_begun_is_shown_too(
-    make_sighting: Sightings, make_peer: Callable[..., PeerRecord]
-) -> None:
-    fresh = make_peer(
+def test_a_run_that_has_not_begun_is_shown_too() -> None:
+    fresh = peer_record(
         "QmA", height=0, round=0, owned_experts=(), loss=None, val_loss=None,
         state=PeerState.STARTING, tokens_per_s=0.0, reason="",
     )  # fmt: skip
-    found = snapshot_of(make_sighting(peers={"QmA": fresh}, merges={}, validations={}))
-    assert found
+    found = snapshot_with(peers={"QmA": fresh}, merges={}, validations={})
     screen = shown(found)
     assert "round 0/8" in screen and "held-out loss: none yet" in screen
     assert "no experts are known yet" in screen
@@ -204,48 +175,42 @@ def test_ranges_are_short() -> None:
     assert terminal.ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
 
 
-def test_keys_stay_distinct_beyond_the_alphabet(crowd: Snapshot) -> None:
-    keys = terminal.keys_of(crowd.peers)
+def test_keys_stay_distinct_beyond_the_alphabet() -> None:
+    keys = terminal.keys_of(CROWD.peers)
     assert len({key.plain for key in keys.values()}) == 60
     assert isinstance(keys["Qm000"], Text) and keys["Qm000"].plain == "A"
 
 
-def test_how_tokens_were_spread_is_summed_up_over_the_peers(
-    make_sighting: Sightings, make_peer: Callable[..., PeerRecord]
-) -> None:
+def test_how_tokens_were_spread_is_summed_up_over_the_peers() -> None:
     peers = {
-        "QmA": make_peer("QmA", routing=RoutingFigures(1.25, 0, 0.01, None), grad_spikes=2),
-        "QmB": make_peer("QmB", routing=RoutingFigures(2.5, 3, 0.05, 0.5)),
-        "QmC": make_peer("QmC"),
+        "QmA": peer_record("QmA", routing=RoutingFigures(1.25, 0, 0.01, None), grad_spikes=2),
+        "QmB": peer_record("QmB", routing=RoutingFigures(2.5, 3, 0.05, 0.5)),
+        "QmC": peer_record("QmC"),
     }
-    found = snapshot_of(make_sighting(peers=peers))
-    assert found
+    found = snapshot_with(peers=peers)
     screen = shown(found, 140, 40)
     assert "busiest expert  2.50x, 3 idle, 3.0% dropped, similarity 0.50" in screen
     assert "2 spikes" in screen
-    without = snapshot_of(make_sighting(peers={"QmC": make_peer("QmC")}))
-    assert without and "busiest" not in shown(without, 140, 40)
+    without = snapshot_with(peers={"QmC": peer_record("QmC")})
+    assert "busiest" not in shown(without, 140, 40)
 
 
-def test_what_the_workers_of_a_peer_wait_for_is_a_line(
-    make_sighting: Sightings, make_peer: Callable[..., PeerRecord]
-) -> None:
+def test_what_the_workers_of_a_peer_wait_for_is_a_line() -> None:
     workers = WorkersFigures(4, 3.9, {"sums": 0.06}, 0.21, 0.16, (3,), 2, "worker 2\n is slow")
-    peers = {"QmA": make_peer("QmA", name="node", workers=workers), "QmB": make_peer("QmB")}
-    found = snapshot_of(make_sighting(peers=peers))
-    assert found
+    peers = {"QmA": peer_record("QmA", name="node", workers=workers), "QmB": peer_record("QmB")}
+    found = snapshot_with(peers=peers)
     lines = [line.plain for line in terminal.fact_lines(found, 200) if "workers" in line.plain]
     told = "workers  node: 4, 3.9 s a step, 6% between workers, bubble 21% (16% with even stages)"
     assert lines == [f"{told}, fewer micro-batches: 3; worker 2\\n is slow"]
     assert "workers  node: 4, 3.9 s a step" in shown(found, 140, 40)
 
 
-def test_a_line_says_how_much_of_the_text_was_read(snapshot: Snapshot) -> None:
-    assert "of lap" not in shown(snapshot, 140, 40)
-    read = dataclasses.replace(snapshot, coverage=Coverage(1000, 2372, 100, 0))
+def test_a_line_says_how_much_of_the_text_was_read() -> None:
+    assert "of lap" not in shown(SMALL, 140, 40)
+    read = dataclasses.replace(SMALL, coverage=Coverage(1000, 2372, 100, 0))
     assert "text  37.2% of lap 3, 10.0% being read" in shown(read, 140, 40)
     assert "% open" not in shown(read, 140, 40)
-    read = dataclasses.replace(snapshot, coverage=Coverage(1000, 2372, 100, 4))
+    read = dataclasses.replace(SMALL, coverage=Coverage(1000, 2372, 100, 4))
     assert "text  37.2% of lap 3, 10.0% being read, 0.4% open" in shown(read, 140, 40)
 
 
@@ -257,12 +222,9 @@ def test_the_first_rounds_do_not_flatten_the_curve_of_a_long_run() -> None:
     assert len({line.index(max(line[7:])) for line in lines[1:]}) > 3, "the curve goes down"
 
 
-def test_a_decision_that_is_too_long_for_a_line_goes_on_below(
-    make_sighting: Sightings, make_peer: Callable[..., PeerRecord]
-) -> None:
+def test_a_decision_that_is_too_long_for_a_line_goes_on_below() -> None:
     reason = "round 8 decided by 4 of 4 members: " + " ".join(f"word{k}" for k in range(15))
-    found = snapshot_of(make_sighting(peers={"QmA": make_peer("QmA", reason=reason)}))
-    assert found
+    found = snapshot_with(peers={"QmA": peer_record("QmA", reason=reason)})
     lines = shown(found).splitlines()
     assert lines[-1].startswith("    ") and lines[-1].rstrip().endswith("word14")
     assert max(map(len, lines)) <= 80 and len(lines) <= 24

@@ -1,13 +1,11 @@
 """Records of a small swarm, as peers would have published them."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
-import pytest
-
-from swarm.monitor.snapshot import Sighting
-from swarm.protocol.records.records import MergeRecord, PeerRecord, PeerState, ValidationRecord
+from swarm.monitor.history import with_history
+from swarm.monitor.snapshot import Sighting, Snapshot, snapshot_of
+from swarm.protocol.records.records import MergeRecord, PeerState, ValidationRecord
 from swarm.protocol.values.manifest import Entry, Founding, Kind, Manifest, Member
 from tests.peer_records import DIGEST, peer_record
 
@@ -66,16 +64,21 @@ def sighting(**changes: Any) -> Sighting:
     )
 
 
-@pytest.fixture
-def make_peer() -> Callable[..., PeerRecord]:
-    return peer_record
+def project(seen: Sighting) -> Snapshot:
+    found = snapshot_of(seen)
+    assert found is not None
+    return found
 
 
-@pytest.fixture
-def make_manifest() -> Callable[..., Manifest]:
-    return manifest
+def snapshot_with(**changes: Any) -> Snapshot:
+    """What a monitor makes of the swarm."""
+    return project(sighting(**changes))
 
 
-@pytest.fixture
-def make_sighting() -> Callable[..., Sighting]:
-    return sighting
+def remembered(*looks: Snapshot) -> Snapshot:
+    """The last of these looks of one monitor, with its memory of the others."""
+    found = None
+    for look in looks:
+        found = with_history(look, found)
+    assert found is not None
+    return found
