@@ -14,7 +14,7 @@ from swarm.peer.text.agreed_model import AgreedModel, held_out_text
 from swarm.protocol.values.texts import TokenizerFile
 from tests.evaluation.exports import BPE, DOCUMENTS
 from tests.model.samples import tiny_run
-from tests.monitor.conftest import manifest
+from tests.monitor.small_swarm import manifest
 
 
 def agreed(tokenizer: Tokenizer, documents: list[str], num_bytes: int | None = None) -> AgreedModel:
