@@ -32,7 +32,7 @@ from swarm.protocol.messages.messages import (
 )
 from swarm.protocol.rounds.acceptor import LEAP, attempt_problem
 from swarm.protocol.values.manifest import Member
-from tests.protocol.round_pump import Pump, found, make_rules, start_swarm
+from tests.protocol.round_pump import Pump, found, in_training, make_rules
 
 LAST = 2**31
 
@@ -44,7 +44,7 @@ def liar_and_honest(pump: Pump) -> tuple[str, str]:
 
 
 def tell(pump: Pump, liar: str, honest: str, message: Message) -> None:
-    tip = pump.nodes[liar].machine.tip
+    tip = pump.tip_of(liar)
     header = Header(tip.code, tip.digest, tip.generation)
     encoded, blobs = encode(header, message)
     for peer in honest:
@@ -68,21 +68,19 @@ def lies(pump: Pump, liar: str) -> list[Message]:
 @pytest.mark.parametrize("lie", range(6))
 @pytest.mark.parametrize("peers", ["ABC", "ABCDE"])
 def test_one_message_with_the_last_attempt_stops_nobody(peers: str, lie: int) -> None:
-    pump = start_swarm(peers)
-    pump.run_to_height(2)
+    pump = in_training(peers)
     liar, honest = liar_and_honest(pump)
     tell(pump, liar, honest, lies(pump, liar)[lie])
     pump.run_to_height(5, honest)
     for peer in honest:
         record = pump.nodes[peer].record
         assert record.promised is None or record.promised.attempt < LEAP
-    said = "".join(pump.nodes[peer].said(Topic.REFUSED) for peer in honest)
+    said = pump.said(Topic.REFUSED, honest)
     assert "is implausible: no other member has named more than" in said
 
 
 def test_the_same_every_second_stops_nobody_either() -> None:
-    pump = start_swarm("ABCD")
-    pump.run_to_height(2)
+    pump = in_training("ABCD")
     liar, honest = liar_and_honest(pump)
 
     def lie() -> None:
@@ -97,9 +95,8 @@ def test_the_same_every_second_stops_nobody_either() -> None:
 
 def test_two_members_that_fail_after_each_other_are_followed_wherever_they_are() -> None:
     """A peer that was away during thousands of attempts believes the second member's report."""
-    pump = start_swarm("ABCD")
-    pump.run_to_height(2)
-    order = pump.nodes["A"].machine.tip.order
+    pump = in_training("ABCD")
+    order = pump.order
     back, first, second = order[3], order[0], order[1]
     machine = pump.nodes[back].machine
     header = Header(machine.tip.code, machine.tip.digest, machine.tip.generation)
@@ -127,9 +124,8 @@ def test_what_is_plausible() -> None:
 
 
 def test_nobody_goes_beyond_the_bound_that_receivers_check() -> None:
-    pump = start_swarm("ABC")
-    pump.run_to_height(2)
-    machine = pump.nodes[pump.nodes["A"].machine.tip.order[-1]].machine  # convenes nothing yet
+    pump = in_training("ABC")
+    machine = pump.nodes[pump.last].machine  # convenes nothing yet
     machine._standing.persist_promise(Ballot(MAX_ATTEMPT, "C"))
     machine._takeover.take_over("nobody convenes")
     assert machine._succession.campaign is None

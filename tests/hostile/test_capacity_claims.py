@@ -5,7 +5,7 @@ from dataclasses import replace
 from swarm.protocol.membership.membership import TRIAL_ROUNDS
 from swarm.protocol.messages.events import Record
 from swarm.protocol.values.manifest import Manifest
-from tests.protocol.round_pump import Pump, make_rules, start_swarm
+from tests.protocol.round_pump import Pump, in_training, make_rules
 
 EXPERTS = 8
 
@@ -16,8 +16,7 @@ def owned(manifest: Manifest, peer: str) -> int:
 
 def joined_by_the_greedy(capacity: float) -> Pump:
     """Three honest peers, and a stranger that claims this capacity."""
-    pump = start_swarm("ABC", make_rules(experts=EXPERTS))
-    pump.run_to_height(2)
+    pump = in_training("ABC", make_rules(experts=EXPERTS))
     model = pump.nodes["A"].machine
     node = pump.add("Z", model.tip)
     node.machine._peer.capacity = capacity
@@ -29,8 +28,8 @@ def joined_by_the_greedy(capacity: float) -> Pump:
 
 def test_a_boundless_capacity_wins_the_fair_share_at_the_first_contribution() -> None:
     pump = joined_by_the_greedy(1e6)
-    pump.run(pump.now + 30, lambda: "Z" in pump.nodes["A"].machine.tip.contributors)
-    first = pump.nodes["A"].machine.tip
+    pump.run(pump.now + 30, lambda: "Z" in pump.tip_of("A").contributors)
+    first = pump.tip_of("A")
     assert first.members["Z"].counted == 1
     assert owned(first, "Z") == EXPERTS // 4
     assert "held to 2 instead of the 8 that its capacity claims" in "".join(first.reasons)
@@ -38,7 +37,7 @@ def test_a_boundless_capacity_wins_the_fair_share_at_the_first_contribution() ->
 
 def test_and_twice_the_fair_share_when_its_trial_is_over() -> None:
     pump = joined_by_the_greedy(1e6)
-    done = replace(pump.nodes["A"].machine.tip)
+    done = replace(pump.tip_of("A"))
     pump.run_rounds(done.round + TRIAL_ROUNDS + 2)
     history = pump.nodes["A"].applied
     assert all(

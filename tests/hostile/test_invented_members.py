@@ -33,7 +33,7 @@ from swarm.protocol.rounds.policies.deals import book_after
 from swarm.protocol.rounds.policies.rosters import plan_roster
 from swarm.protocol.rounds.proposer import Proposer
 from swarm.protocol.values.manifest import Manifest, Wish, leave_statement
-from tests.protocol.round_pump import Pump, make_offer, make_rules, name, start_swarm
+from tests.protocol.round_pump import Pump, in_training, make_offer, make_rules, name
 
 RULES = replace(make_rules(experts=6), round_seconds=3.2)
 """With a time instead of a number of steps, tokens depend on a peer's claim."""
@@ -155,11 +155,10 @@ def usurped(forge: Forge, *, one_is_away: bool = False) -> tuple[Pump, str, list
         ) -> None:
             super().propose(campaign, forge(manifest, self.tip, self.me), evidence, why)
 
-    pump = start_swarm("ABCD", RULES)
-    pump.run_to_height(2)
-    forger = pump.nodes["A"].machine.tip.order[0]
+    pump = in_training("ABCD", RULES)
+    forger = pump.first
     if one_is_away:
-        silent = pump.nodes["A"].machine.tip.order[-1]
+        silent = pump.last
         pump.kill(silent)
         pump.after(60.0, lambda: pump.restart(silent))
     pump.nodes[forger].machine._proposer.__class__ = Usurper
@@ -242,14 +241,12 @@ def wish_of(signer: Identity, statement: bytes) -> Wish:
 
 
 def pump_tip() -> Manifest:
-    pump = start_swarm("A", RULES)
-    pump.run_to_height(1)
-    return pump.nodes["A"].machine.tip
+    pump = in_training("A", RULES, height=1)
+    return pump.tip_of("A")
 
 
 def test_a_wish_of_somebody_that_stays_is_refused() -> None:
-    pump = start_swarm("AB", RULES)
-    pump.run_to_height(2)
+    pump = in_training("AB", RULES)
     parent, tip = pump.nodes["A"].applied[:2]
     assert successor_problem(tip, parent, RULES, due=False) is None
     wished = replace(tip, wishes={"B": ""})
@@ -263,13 +260,12 @@ def test_a_convener_that_takes_votes_and_announces_nothing_is_replaced() -> None
         def is_chosen(self, campaign: Campaign) -> bool:
             return False
 
-    pump = start_swarm("ABCD", RULES)
-    pump.run_to_height(2)
-    forger = pump.nodes["A"].machine.tip.order[0]
+    pump = in_training("ABCD", RULES)
+    forger = pump.first
     pump.nodes[forger].machine._proposer.__class__ = Silent
     honest = "".join(sorted(pump.nodes.keys() - forger))
     began_s = pump.now
-    height = pump.nodes[honest[0]].machine.tip.height
+    height = pump.tip_of(honest[0]).height
     pump.run_to_height(height + 1, honest, within_s=200.0)
     assert pump.now - began_s < pump.timers.attempt_limit_s(0) + 5 * pump.timers.heartbeat_s
     refusals = "".join(reason.text for peer in honest for reason in pump.nodes[peer].reasons)

@@ -10,7 +10,7 @@ from swarm.protocol.messages.events import Received, Undeliverable
 from swarm.protocol.messages.messages import Ballot, Header, Ready
 from swarm.protocol.rounds.contacts import MAX_STRANGERS
 from tests.protocol.messages.test_rounds_membership import join
-from tests.protocol.round_pump import Pump, start_swarm
+from tests.protocol.round_pump import Pump, in_training
 from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, rounds, write_run
 
 KEYS = "WXYZ"
@@ -18,8 +18,7 @@ KEYS = "WXYZ"
 
 def test_what_passing_keys_said_is_kept_for_so_many_of_them_only() -> None:
     """Their entries in the tables would grow for the length of a round."""
-    pump = start_swarm("ABC")
-    pump.run_to_height(2)
+    pump = in_training("ABC")
     machines = [pump.nodes[name].machine for name in "ABC"]
     machine = next(each for each in machines if not each._convener.succession.campaign)
     tip, contacts = machine.tip, machine._contacts
@@ -41,8 +40,7 @@ def test_what_passing_keys_said_is_kept_for_so_many_of_them_only() -> None:
 
 def test_what_passing_keys_were_told_and_declared_is_kept_for_so_many_of_them_only() -> None:
     """A height may last for weeks, while a quorum is away."""
-    pump = start_swarm("ABC")
-    pump.run_to_height(2)
+    pump = in_training("ABC")
     machines = [pump.nodes[name].machine for name in "ABC"]
     assert pump.run(pump.now + 30, lambda: any(m._convener.succession.campaign for m in machines))
     machine = next(each for each in machines if each._convener.succession.campaign)
@@ -63,21 +61,18 @@ def test_what_passing_keys_were_told_and_declared_is_kept_for_so_many_of_them_on
 
 
 def joined_by_idle_keys() -> Pump:
-    pump = start_swarm("ABC")
-    pump.run_to_height(2)
+    pump = in_training("ABC")
     for key in KEYS:
         join(pump, key).train_s = 1e9
     tip = pump.nodes["A"].machine
-    pump.run(pump.now + 30, lambda: set(KEYS) <= tip.tip.members.keys())
-    assert set(KEYS) <= tip.tip.members.keys()
+    assert pump.run(pump.now + 30, lambda: set(KEYS) <= tip.tip.members.keys())
     return pump
 
 
 def test_four_idle_keys_that_vanish_hold_three_voters_up_for_seconds() -> None:
     """Without the rule, three of seven members waited for T_reform."""
     pump = joined_by_idle_keys()
-    for key in KEYS:
-        pump.kill(key)
+    pump.kill(*KEYS)
     machine = pump.nodes["A"].machine
     for _ in range(6):
         began_s, height = pump.now, machine.tip.height

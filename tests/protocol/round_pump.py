@@ -16,7 +16,7 @@ from swarm.experts import expert_unit, shared_unit
 from swarm.protocol.chain.trust import Chain
 from swarm.protocol.messages import events
 from swarm.protocol.messages.events import Effect, Event, Record, Topic
-from swarm.protocol.messages.messages import Link, Message, Offer, OfferedUnit, ReducedUnit
+from swarm.protocol.messages.messages import Header, Link, Message, Offer, OfferedUnit, ReducedUnit
 from swarm.protocol.rounds import LocalPeer, Parts, RoundMachine, Rules
 from swarm.protocol.rounds.policies.deals import first_book
 from swarm.protocol.timing.deadlines import Timers
@@ -104,6 +104,10 @@ def found(rules: Rules, peers: list[PeerId], **changes: object) -> Manifest:
         },
     }
     return Manifest(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def header_of(tip: Manifest) -> Header:
+    return Header(tip.code, tip.digest, tip.generation)
 
 
 def make_offer(rules: Rules, peer: PeerId, tip: Manifest) -> Offer:
@@ -194,11 +198,11 @@ class Pump:
 
     # ------------------------------------------------------------ setting up
 
-    def add(self, peer: PeerId, tip: Manifest, *, train_s: float = 1.0) -> Node:
+    def add(self, peer: PeerId, tip: Manifest) -> Node:
         disk = {entry.digest for entry in tip.entries.values()}
         record = Record(tip, None, None)
         links = Chain.of(record).links
-        node = Node(self._machine(peer, record, disk), disk, record, links, train_s)
+        node = Node(self._machine(peer, record, disk), disk, record, links)
         self.nodes[peer] = node
         return node
 
@@ -233,16 +237,18 @@ class Pump:
         if self.tick_s:
             self.after(self.tick_s, tick)
 
-    def kill(self, peer: PeerId) -> None:
-        self.nodes[peer].is_up = False
-        self.nodes[peer].life += 1
+    def kill(self, *peers: PeerId) -> None:
+        for peer in peers:
+            self.nodes[peer].is_up = False
+            self.nodes[peer].life += 1
 
-    def restart(self, peer: PeerId) -> None:
-        node = self.nodes[peer]
-        node.is_up = True
-        node.life += 1
-        node.machine = self._machine(peer, node.record, node.disk, node.links)
-        self.boot(peer)
+    def restart(self, *peers: PeerId) -> None:
+        for peer in peers:
+            node = self.nodes[peer]
+            node.is_up = True
+            node.life += 1
+            node.machine = self._machine(peer, node.record, node.disk, node.links)
+            self.boot(peer)
 
     # ------------------------------------------------------------ time
 
@@ -255,6 +261,16 @@ class Pump:
             self.now, _, action = heapq.heappop(self._queue)
             action()
         return done()
+
+    def run_to_sync(self, peer: PeerId, *, within_s: float = 60.0) -> Manifest:
+        """Runs until a peer begins to make a manifest durable, and returns it."""
+        effects = self.nodes[peer].effects
+        before = len(effects)
+        is_there = self.run(
+            self.now + within_s, lambda: any(isinstance(e, events.Sync) for e in effects[before:])
+        )
+        assert is_there
+        return next(e.manifest for e in effects[before:] if isinstance(e, events.Sync))
 
     def run_to_height(self, height: int, peers: str = "", *, within_s: float = 100.0) -> None:
         """Runs until these peers (all, by default) have reached a height."""
@@ -271,6 +287,13 @@ class Pump:
             self.now + within_s, lambda: all(n.machine.tip.round >= rounds for n in wanted)
         )
         assert reached, {p: (n.machine.tip.round, n.machine.reason) for p, n in self.nodes.items()}
+
+    def train_times(self, seconds: Mapping[PeerId, float] | float) -> None:
+        """Sets how long the local steps of these (or of all) peers take from the next round on."""
+        if not isinstance(seconds, Mapping):
+            seconds = dict.fromkeys(self.nodes, seconds)
+        for peer, value in seconds.items():
+            self.nodes[peer].train_s = value
 
     # ------------------------------------------------------------ events and effects
 
@@ -413,7 +436,34 @@ class Pump:
 
         self.after(node.train_s, finish)
 
-    # ------------------------------------------------------------ checks
+    # ------------------------------------------------------------ peers and checks
+
+    @property
+    def order(self) -> tuple[PeerId, ...]:
+        """The voters by rank."""
+        return next(iter(self.nodes.values())).machine.tip.order
+
+    @property
+    def first(self) -> PeerId:
+        """The member of rank 0, which convenes."""
+        return self.order[0]
+
+    @property
+    def last(self) -> PeerId:
+        """The member of the highest rank, which will not convene soon."""
+        return self.order[-1]
+
+    def others(self, *but: PeerId) -> str:
+        """All peers but these."""
+        return "".join(peer for peer in self.nodes if peer not in but)
+
+    @property
+    def alive(self) -> str:
+        """All peers that are up."""
+        return "".join(peer for peer, node in self.nodes.items() if node.is_up)
+
+    def tip_of(self, peer: PeerId) -> Manifest:
+        return self.nodes[peer].machine.tip
 
     def digests_at(self, height: int, peers: str = "") -> set[str]:
         """Digests that these peers applied at a height."""
@@ -424,6 +474,10 @@ class Pump:
             if manifest.height == height
         }
 
+    def said(self, topic: Topic, peers: str = "") -> str:
+        """Log lines of these peers (all, by default) on a topic."""
+        return "".join(self.nodes[peer].said(topic) for peer in peers or self.nodes)
+
     def count_sent(self, kind: type[Message]) -> int:  # type: ignore[valid-type]
         """The number of sent messages of a kind."""
         return sum(
@@ -431,41 +485,31 @@ class Pump:
         )
 
 
-def start_swarm(peers: str, rules: Rules | None = None, **options: object) -> Pump:
-    """A swarm whose members are these letters, in training from manifest 0."""
+def start_swarm(
+    peers: str,
+    rules: Rules | None = None,
+    *,
+    tip: Manifest | None = None,
+    train_s: Mapping[PeerId, float] | float = 1.0,
+    kind: type[Pump] = Pump,
+    **options: object,
+) -> Pump:
+    """A swarm of these letters, in training from this tip, by default from manifest 0."""
     rules = rules or make_rules()
-    pump = Pump(rules, **options)  # type: ignore[arg-type]
-    founding = found(rules, list(peers))
+    pump = kind(rules, **options)  # type: ignore[arg-type]
+    tip = tip or found(rules, list(peers))
     for peer in peers:
-        pump.add(peer, founding)
+        pump.add(peer, tip)
+    pump.train_times(train_s)
     for peer in peers:
         pump.boot(peer)
     return pump
 
 
-def train_times(pump: Pump, seconds: Mapping[PeerId, float]) -> None:
-    """Sets how long the local steps of these peers take from their next round on."""
-    for peer, value in seconds.items():
-        pump.nodes[peer].train_s = value
-
-
-def in_training(peers: str, **options: object) -> Pump:
-    """A swarm that has just begun the training of round 3."""
-    pump = start_swarm(peers, **options)
-    pump.run_to_height(2)
+def in_training(
+    peers: str, rules: Rules | None = None, *, height: int = 2, **options: object
+) -> Pump:
+    """A swarm that trains for its next round after this height."""
+    pump = start_swarm(peers, rules, **options)
+    pump.run_to_height(height)
     return pump
-
-
-def others(pump: Pump, *but: PeerId) -> str:
-    """All peers but these."""
-    return "".join(peer for peer in pump.nodes if peer not in but)
-
-
-def last_of(pump: Pump) -> PeerId:
-    """The member of the highest rank, which will not convene soon."""
-    return next(iter(pump.nodes.values())).machine.tip.order[-1]
-
-
-def first_of(pump: Pump) -> PeerId:
-    """The member of rank 0, which convenes."""
-    return next(iter(pump.nodes.values())).machine.tip.order[0]

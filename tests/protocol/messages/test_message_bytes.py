@@ -48,7 +48,7 @@ from swarm.protocol.rounds.policies.evidence_checks import evidence_problem, off
 from swarm.protocol.rounds.policies.rosters import plan_roster
 from swarm.protocol.values.digests import digest_of
 from swarm.protocol.values.manifest import Manifest, Member, PeerId, Wish
-from tests.protocol.round_pump import Pump, make_offer, make_rules, name, start_swarm
+from tests.protocol.round_pump import Pump, in_training, make_offer, make_rules, name, start_swarm
 
 # With a time instead of a number of steps, tokens depend on a peer's claim.
 RULES = replace(make_rules(experts=6), round_seconds=3.2)
@@ -110,9 +110,8 @@ def sign(peer: PeerId, roster_id: str, means: Mapping[str, ReducedUnit]) -> Sign
 
 
 def parent() -> Manifest:
-    pump = start_swarm("ABCDE", RULES)
-    pump.run_to_height(2)
-    return pump.nodes["A"].machine.tip
+    pump = in_training("ABCDE", RULES)
+    return pump.tip_of("A")
 
 
 TIP = parent()
@@ -414,8 +413,7 @@ def test_machines_sign_what_others_verify_and_once_for_each_declaration() -> Non
         return False
 
     pump.lose = check
-    for node in pump.nodes.values():
-        node.train_s = 20.0  # polls repeat earlier statements
+    pump.train_times(20.0)  # polls repeat earlier statements
     pump.run_to_height(3)
     assert not refused
     ready = [each for each in statements if each[1].startswith(b"swarm ready")]
@@ -425,9 +423,8 @@ def test_machines_sign_what_others_verify_and_once_for_each_declaration() -> Non
 
 def test_a_vote_keeps_its_evidence_so_that_it_can_be_shown_again() -> None:
     """The first convener dies after its proposal. The next one must propose the same [C2]."""
-    pump = start_swarm("ABC", RULES)
-    pump.run_to_height(2)
-    first = pump.nodes["A"].machine.tip.order[0]
+    pump = in_training("ABC", RULES)
+    first = pump.first
     pump.lose = lambda source, destination, message: (
         source == first and not isinstance(message, Propose)
     )
@@ -442,8 +439,7 @@ def test_a_vote_keeps_its_evidence_so_that_it_can_be_shown_again() -> None:
 
 @pytest.mark.parametrize("what", ["nothing", "another"])
 def test_who_proposes_without_its_evidence_is_followed_no_more(what: str) -> None:
-    pump = start_swarm("ABCD", RULES)
-    pump.run_to_height(2)
+    pump = in_training("ABCD", RULES)
     machine = pump.nodes["A"].machine
     convener = machine.tip.order[0]
     voter = next(peer for peer in "ABCD" if peer != convener)
@@ -469,9 +465,8 @@ def test_who_proposes_without_its_evidence_is_followed_no_more(what: str) -> Non
 
 def test_a_second_value_under_one_attempt_is_refused_and_its_convener_followed_no_more() -> None:
     """It may have split the votes. Almost no schedule depends on this rule alone."""
-    pump = start_swarm("ABCD", RULES)
-    pump.run_to_height(2)
-    convener = pump.nodes["A"].machine.tip.order[0]
+    pump = in_training("ABCD", RULES)
+    convener = pump.first
     voter = next(peer for peer in "ABCD" if peer != convener)
     proposals: list[Propose] = []
 

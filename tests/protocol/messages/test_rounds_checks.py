@@ -18,7 +18,6 @@ from swarm.protocol.messages.messages import (
     Ballot,
     Certificate,
     Commit,
-    Header,
     Hello,
     Link,
     Message,
@@ -40,18 +39,12 @@ from swarm.protocol.rounds.policies.rosters import (
     sources_of,
 )
 from swarm.protocol.values.manifest import Entry, Kind, Manifest, Member
-from tests.protocol.round_pump import Pump, found, make_offer, make_rules, name, start_swarm
+from tests.protocol.round_pump import found, header_of, in_training, make_offer, make_rules, name
 
 RULES = make_rules()
 
 
-def run_of_three() -> Pump:
-    pump = start_swarm("ABC", RULES)
-    pump.run_to_height(3)
-    return pump
-
-
-PUMP = run_of_three()
+PUMP = in_training("ABC", RULES, height=3)
 PARENT, TIP = PUMP.nodes["A"].applied[1:3]
 RECORD = PUMP.nodes["A"].record
 SIGNED = bytes(64)
@@ -324,8 +317,7 @@ def test_what_comes_with_a_manifest_must_be_its_parent() -> None:
 
 
 def test_a_manifest_without_certificate_is_refused_and_counted_and_changes_nothing() -> None:
-    pump = start_swarm("ABC", RULES)
-    pump.run_to_height(2)
+    pump = in_training("ABC", RULES)
     machine = pump.nodes["A"].machine
     before = machine.record
     forged = replace(machine.tip, height=99, round=99, parent=machine.tip.digest)
@@ -335,8 +327,7 @@ def test_a_manifest_without_certificate_is_refused_and_counted_and_changes_nothi
         Commit(replace(forged, run="other"), None, None),
         Commit(replace(forged, kind=Kind.FOUNDING), None, None),
     ):
-        header = Header(forged.code, forged.digest, "0")
-        effects = machine.handle(Received("X", header, commit), pump.now)
+        effects = machine.handle(Received("X", header_of(forged), commit), pump.now)
         reasons = [e for e in effects if isinstance(e, events.Reason)]
         assert [reason.topic for reason in reasons] == [Topic.REFUSED]
         assert not any(isinstance(effect, events.Fetch | events.Persist) for effect in effects)
@@ -412,9 +403,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(Accept, ballots, digests, st.just(SIGNED)),
     st.builds(Commit, manifests, certificates, st.none() | manifests),
 )
-headers = st.sampled_from(
-    [Header(m.code, m.digest, m.generation) for m in (TIP, PARENT, replace(TIP, height=9))]
-)
+headers = st.sampled_from(list(map(header_of, (TIP, PARENT, replace(TIP, height=9)))))
 hostile: st.SearchStrategy[Event] = st.one_of(
     st.builds(Received, peers, headers, messages),
     st.builds(events.Stored, digests),

@@ -33,43 +33,32 @@ from swarm.protocol.rounds.policies.slow_links import (
 )
 from swarm.protocol.timing.deadlines import Timers
 from swarm.protocol.values.manifest import PeerId
-from tests.protocol.round_pump import (
-    Pump,
-    first_of,
-    in_training,
-    last_of,
-    make_offer,
-    make_rules,
-    name,
-    others,
-    start_swarm,
-    train_times,
-)
+from tests.protocol.round_pump import Pump, in_training, make_offer, make_rules, name, start_swarm
 
 
 def test_a_dead_contributor_is_not_waited_for() -> None:
     pump = in_training("ABCD")
-    dead = last_of(pump)
+    dead = pump.last
     pump.kill(dead)
     start = pump.now
-    pump.run_to_height(3, others(pump, dead))
+    pump.run_to_height(3, pump.others(dead))
     assert len(pump.digests_at(3)) == 1
-    tip = pump.nodes[first_of(pump)].machine.tip
+    tip = pump.tip_of(pump.first)
     assert dead not in tip.contributors
     assert dead in tip.members  # one silent round removes nobody
-    convener = pump.nodes[first_of(pump)]
+    convener = pump.nodes[pump.first]
     assert pump.now - start < pump.timers.roster_s + 2
-    said = "".join(node.said(Topic.ROUND) for node in pump.nodes.values())
+    said = pump.said(Topic.ROUND)
     assert f"roster closed with 3 of 4 offers: peer {dead} silent for 6." in said
     assert convener.record.tip == tip
 
 
 def test_answers_to_a_poll_have_the_convener_look_at_an_absentee_or_two(monkeypatch) -> None:
     pump = in_training("ABCDEFGHIJKLMNOP")
-    train_times(pump, dict.fromkeys("ABCDEFGHIJKLMNOP", 100.0))
+    pump.train_times(100.0)
     pump.run_to_height(3)
     for peer in pump.nodes:
-        pump.give(peer, Expected(pump.nodes[peer].machine.tip.digest, 100.0))
+        pump.give(peer, Expected(pump.tip_of(peer).digest, 100.0))
     calls: Counter[str] = Counter()
 
     def counted(method_name: str) -> Callable[..., object]:
@@ -84,7 +73,7 @@ def test_answers_to_a_poll_have_the_convener_look_at_an_absentee_or_two(monkeypa
     for method_name in ("close_if_due", "_absent"):
         monkeypatch.setattr(Collector, method_name, counted(method_name))
     pump.run(pump.now + 20.0, lambda: False)
-    assert pump.nodes["A"].machine.tip.height == 3
+    assert pump.tip_of("A").height == 3
     assert calls["close_if_due"] > 100  # 15 answers to each of 13 polls
     assert calls["_absent"] <= 2 * calls["close_if_due"]
 
@@ -94,11 +83,11 @@ def test_lines_are_worked_out_once_and_not_while_others_are_waited_for(
     awaited: str, plans: int, monkeypatch
 ) -> None:
     pump = in_training("ABCDEFGH")
-    train_times(pump, dict.fromkeys(pump.nodes, 100.0))
+    pump.train_times(100.0)
     pump.run_to_height(3)
-    machine = pump.nodes[first_of(pump)].machine
+    machine = pump.nodes[pump.first].machine
     tip, header = machine.tip, Header(machine.tip.code, machine.tip.digest, machine.tip.generation)
-    thin, *others = sorted(pump.nodes.keys() - {first_of(pump)})
+    thin, *others = sorted(pump.nodes.keys() - {pump.first})
     made: Counter[str] = Counter()
 
     def counted(function: Callable[..., object]) -> Callable[..., object]:
@@ -112,14 +101,14 @@ def test_lines_are_worked_out_once_and_not_while_others_are_waited_for(
         late = peer in (thin, *awaited)
         offer = None if late else make_offer(pump.rules, peer, tip)
         said = Ready(
-            Ballot(0, first_of(pump)), offer, None, 1.0,
+            Ballot(0, pump.first), offer, None, 1.0,
             remaining_s=5.0 if late else None,
             worked_s=1e6 if late else 10.0,  # so it is worth waiting for
             uplink_mbit=3 if peer == thin else 100,
         )  # fmt: skip
         machine.handle(Received(peer, header, said), pump.now)
 
-    machine.handle(Offered(make_offer(pump.rules, first_of(pump), tip)), pump.now)
+    machine.handle(Offered(make_offer(pump.rules, pump.first, tip)), pump.now)
     for peer in (thin, *others):
         answers(peer)
     monkeypatch.setattr(collector, "plan_roster", counted(plan_roster))
@@ -138,32 +127,32 @@ def test_lines_are_worked_out_once_and_not_while_others_are_waited_for(
 
 def test_a_peer_that_is_silent_long_enough_when_a_quorum_offers_costs_no_time_at_all() -> None:
     pump = in_training("ABCD")
-    dead = last_of(pump)
-    train_times(pump, dict.fromkeys("ABCD", 20.0))
+    dead = pump.last
+    pump.train_times(20.0)
     pump.run_to_height(3)
     pump.kill(dead)
     start = pump.now
-    pump.run_to_height(4, others(pump, dead))
+    pump.run_to_height(4, pump.others(dead))
     assert pump.now - start < 21.0
 
 
 def test_a_slow_peer_is_waited_for_as_long_as_the_rule_says() -> None:
     pump = in_training("ABCD", timers=Timers(roster_late_s=20.0))
-    slow = last_of(pump)
-    train_times(pump, dict.fromkeys("ABCD", 10.0) | {slow: 14.0})
+    slow = pump.last
+    pump.train_times(dict.fromkeys("ABCD", 10.0) | {slow: 14.0})
     pump.run_to_height(4)
-    assert pump.nodes["A"].machine.tip.contributors == tuple("ABCD")
-    train_times(pump, {slow: 45.0})  # a quorum after 10, and T_late is 20
-    pump.run_to_height(6, others(pump, slow))
-    tip = pump.nodes[first_of(pump)].machine.tip
+    assert pump.tip_of("A").contributors == tuple("ABCD")
+    pump.train_times({slow: 45.0})  # a quorum after 10, and T_late is 20
+    pump.run_to_height(6, pump.others(slow))
+    tip = pump.tip_of(pump.first)
     assert slow not in tip.contributors
     assert tip.members[slow].silent == 0  # it is slow, not silent: it answered the polls
-    assert "did not say when, " in "".join(n.said(Topic.ROUND) for n in pump.nodes.values())
+    assert "did not say when, " in pump.said(Topic.ROUND)
 
 
 def late_offer(pump: Pump, peer: PeerId) -> Offer:
     """The late offer of an excluded peer: progress on its experts, and no shared tensors."""
-    tip = pump.nodes[peer].machine.tip
+    tip = pump.tip_of(peer)
     whole = make_offer(pump.rules, peer, tip)
     units = {
         unit: replace(offered, digest=name("late", unit))
@@ -176,22 +165,22 @@ def late_offer(pump: Pump, peer: PeerId) -> Offer:
 
 def test_a_peer_four_times_slower_is_not_waited_for_and_its_experts_advance() -> None:
     pump = in_training("ABCD", timers=Timers(roster_late_s=20.0))
-    slow = last_of(pump)
-    train_times(pump, dict.fromkeys("ABCD", 10.0) | {slow: 40.0})
+    slow = pump.last
+    pump.train_times(dict.fromkeys("ABCD", 10.0) | {slow: 40.0})
     pump.run_to_height(4)
     # The uncounted peer has the highest rank, for any digests.
-    assert slow not in pump.nodes[slow].machine.tip.contributors and slow == last_of(pump)
+    assert slow not in pump.tip_of(slow).contributors and slow == pump.last
     start, offer = pump.now, late_offer(pump, slow)
     pump.give(slow, Offered(offer))
-    pump.give(slow, Expected(pump.nodes[slow].machine.tip.digest, 40.0))
+    pump.give(slow, Expected(pump.tip_of(slow).digest, 40.0))
     pump.run_to_height(5)
     assert pump.now - start < 11.5
-    tip = pump.nodes[slow].machine.tip
+    tip = pump.tip_of(slow)
     assert slow not in tip.contributors and len(tip.contributors) == 3
     assert tip.tokens - pump.nodes[slow].applied[-2].tokens == 3000
     for unit, offered in offer.units.items():
         assert (tip.entries[unit].digest, tip.entries[unit].version) == (offered.digest, 5)
-    said = "".join(node.said(Topic.ROUND) for node in pump.nodes.values())
+    said = pump.said(Topic.ROUND)
     assert f"roster closed with 3 of 4 offers: peer {slow} needs " in said
     # It does not answer on the next tip, as if its present step had not ended yet.
     start = pump.now
@@ -201,19 +190,19 @@ def test_a_peer_four_times_slower_is_not_waited_for_and_its_experts_advance() ->
 
 def test_the_offer_that_follows_takes_the_place_of_the_late_one() -> None:
     pump = in_training("ABCD")
-    peer = last_of(pump)
+    peer = pump.last
     late = late_offer(pump, peer)
-    whole = make_offer(pump.rules, peer, pump.nodes[peer].machine.tip)
+    whole = make_offer(pump.rules, peer, pump.tip_of(peer))
     pump.give(peer, Offered(late))
     pump.nodes[peer].disk.update(unit.digest for unit in whole.units.values())
     pump.give(peer, Offered(whole))
     # The network may deliver the older one last.
-    ballot = pump.nodes[peer].record.promised or Ballot(0, first_of(pump))
+    ballot = pump.nodes[peer].record.promised or Ballot(0, pump.first)
     header = pump.nodes[peer].machine._out.header
-    pump.give(first_of(pump), Received(peer, header, Ready(ballot, whole, None, 1.0)))
-    pump.give(first_of(pump), Received(peer, header, Ready(ballot, late, None, 1.0)))
+    pump.give(pump.first, Received(peer, header, Ready(ballot, whole, None, 1.0)))
+    pump.give(pump.first, Received(peer, header, Ready(ballot, late, None, 1.0)))
     pump.run_to_height(3)
-    tip = pump.nodes[peer].machine.tip
+    tip = pump.tip_of(peer)
     assert peer in tip.contributors
     assert all(tip.entries[unit].digest != offered.digest for unit, offered in late.units.items())
 
@@ -221,41 +210,41 @@ def test_the_offer_that_follows_takes_the_place_of_the_late_one() -> None:
 def test_two_peers_that_do_not_reach_each_other_do_not_reduce_and_lose_nothing() -> None:
     """Once it costs T_red. In the next rounds others reduce at once."""
     rules = make_rules(parts=8)
-    pump = in_training("ABCDE", rules=rules)
-    apart = pump.nodes["A"].machine.tip.order[-2:]
+    pump = in_training("ABCDE", rules)
+    apart = pump.order[-2:]
     pump.stall_inputs = lambda peer, source: {peer, source} == set(apart)
     start = pump.now
     pump.run_to_height(3)
     assert pump.now - start < pump.timers.reduce_s + 3.5
-    assert pump.nodes["A"].machine.tip.contributors == tuple("ABCDE")
-    said = "".join(node.said(Topic.ROUND) for node in pump.nodes.values())
+    assert pump.tip_of("A").contributors == tuple("ABCDE")
+    said = pump.said(Topic.ROUND)
     assert "others reduce instead of" in said
     start = pump.now
     pump.run_to_height(5)
     assert pump.now - start < 5.0
-    assert pump.nodes["A"].machine.tip.contributors == tuple("ABCDE")
+    assert pump.tip_of("A").contributors == tuple("ABCDE")
 
 
 def test_who_most_reducers_wait_for_is_left_out_and_not_these() -> None:
     """One uplink is far too slow. After twice T_red the round continues without this peer."""
     pump = in_training("ABCDE", rules=make_rules(parts=8))
-    thin = last_of(pump)
+    thin = pump.last
     pump.stall_inputs = lambda peer, source: source == thin
     start = pump.now
-    pump.run_to_height(3, others(pump, thin))
+    pump.run_to_height(3, pump.others(thin))
     assert pump.now - start < 2 * pump.timers.reduce_s + 3.5
-    assert pump.nodes["A"].machine.tip.contributors == tuple(sorted(others(pump, thin)))
-    said = pump.nodes[first_of(pump)].said(Topic.ROUND)
+    assert pump.tip_of("A").contributors == tuple(sorted(pump.others(thin)))
+    said = pump.nodes[pump.first].said(Topic.ROUND)
     assert "4 of 4 late reducers wait for its values" in said
     assert "others reduce instead of" not in said, "they would wait as long"
 
 
 def test_one_reducer_that_waits_for_a_peer_is_not_believed_over_the_others() -> None:
     pump = in_training("ABCDE", rules=make_rules(parts=8))
-    named, reducer = pump.nodes["A"].machine.tip.order[-2:]
+    named, reducer = pump.order[-2:]
     pump.stall_inputs = lambda peer, source: (peer, source) == (reducer, named)
     pump.run_to_height(3)
-    assert pump.nodes["A"].machine.tip.contributors == tuple("ABCDE")
+    assert pump.tip_of("A").contributors == tuple("ABCDE")
 
 
 def test_a_peer_whose_line_would_hold_the_others_up_is_left_out_at_once() -> None:
@@ -265,24 +254,21 @@ def test_a_peer_whose_line_would_hold_the_others_up_is_left_out_at_once() -> Non
     """
     rules = make_rules(parts=1)
     rules = replace(rules, unit_bytes=dict.fromkeys(rules.unit_bytes, 500_000))
-    pump = start_swarm("ABCD", rules, uplinks={"A": 20, "B": 20, "C": 20, "D": 1})
-    pump.run_to_height(1)
+    pump = in_training("ABCD", rules, uplinks={"A": 20, "B": 20, "C": 20, "D": 1}, height=1)
     assert pump.now < 3.0
-    assert pump.nodes["A"].machine.tip.contributors == tuple("ABC")
-    assert "its uplink of 1 Mbit/s would be busy for 16.0 s, not 1.2" in "".join(
-        node.said(Topic.ROUND) for node in pump.nodes.values()
-    )
+    assert pump.tip_of("A").contributors == tuple("ABC")
+    assert "its uplink of 1 Mbit/s would be busy for 16.0 s, not 1.2" in pump.said(Topic.ROUND)
     pump.run_to_height(3)
-    owners = pump.nodes["A"].machine.tip.owners
+    owners = pump.tip_of("A").owners
     assert all(owned != ("D",) for owned in owners.values()), "its expert went stale"
     pump.run_to_height(4)
-    assert pump.nodes["A"].machine.tip.contributors == tuple("ABCD"), "the rest takes 4 s"
+    assert pump.tip_of("A").contributors == tuple("ABCD"), "the rest takes 4 s"
 
 
 def test_late_offers_alone_make_no_round() -> None:
     """The shared tensors would have no value."""
     pump = in_training("AB")
-    train_times(pump, dict.fromkeys("AB", 60.0))
+    pump.train_times(60.0)
     pump.run_to_height(3)
     for peer in "AB":
         pump.give(peer, Offered(late_offer(pump, peer)))
@@ -292,29 +278,29 @@ def test_late_offers_alone_make_no_round() -> None:
 
 def test_an_offer_without_shared_tensors_counts_no_steps() -> None:
     pump = in_training("ABCD")
-    peer = last_of(pump)
+    peer = pump.last
     counted = replace(late_offer(pump, peer), steps=10, tokens=1000)
-    problem = offer_problem(counted, peer, pump.nodes[peer].machine.tip, pump.rules)
+    problem = offer_problem(counted, peer, pump.tip_of(peer), pump.rules)
     assert problem is not None and "no shared part, but 10 steps" in problem
     empty = replace(counted, steps=0, tokens=0, units={})
-    assert offer_problem(empty, peer, pump.nodes[peer].machine.tip, pump.rules)
+    assert offer_problem(empty, peer, pump.tip_of(peer), pump.rules)
 
 
 def test_a_convener_that_was_replaced_for_its_silence_is_not_waited_for_once_more() -> None:
     pump = in_training("ABCD")
-    train_times(pump, dict.fromkeys("ABCD", 3.0))
+    pump.train_times(3.0)
     pump.run_to_height(3)
-    dead = first_of(pump)
+    dead = pump.first
     pump.kill(dead)
     start = pump.now
-    pump.run_to_height(4, others(pump, dead))
+    pump.run_to_height(4, pump.others(dead))
     # 10 s until its replacement, two polls, and less than a second for the round.
     assert pump.now - start < 10.0 + 2 * pump.timers.poll_s + 1.5
 
 
 def test_a_reducer_that_dies_is_left_out_and_the_round_ends() -> None:
     pump = in_training("ABCD", rules=make_rules(parts=8))  # so that everybody reduces
-    victim = last_of(pump)
+    victim = pump.last
 
     def die(source: PeerId, destination: PeerId, message: Message) -> bool:
         if source == victim and isinstance(message, Reduced):
@@ -322,10 +308,10 @@ def test_a_reducer_that_dies_is_left_out_and_the_round_ends() -> None:
         return not pump.nodes[source].is_up
 
     pump.lose = die
-    pump.run_to_height(3, others(pump, victim))
+    pump.run_to_height(3, pump.others(victim))
     assert len(pump.digests_at(3)) == 1
-    assert victim not in pump.nodes[first_of(pump)].machine.tip.contributors
-    said = "".join(node.said(Topic.ROUND) for node in pump.nodes.values())
+    assert victim not in pump.tip_of(pump.first).contributors
+    said = pump.said(Topic.ROUND)
     assert f"peer {victim} left out" in said
     assert pump.count_sent(Prepare) < 60  # no takeover was needed
     assert all(not n.said(Topic.TAKEOVER) for p, n in pump.nodes.items() if p != victim)
@@ -333,28 +319,26 @@ def test_a_reducer_that_dies_is_left_out_and_the_round_ends() -> None:
 
 def test_a_contributor_whose_values_nobody_can_fetch_is_left_out() -> None:
     pump = in_training("ABCD")
-    mute = last_of(pump)
+    mute = pump.last
     pump.refuse_fetch = lambda peer, source, unit: source == mute
     pump.run_to_height(3)
-    tip = pump.nodes[first_of(pump)].machine.tip
+    tip = pump.tip_of(pump.first)
     assert mute not in tip.contributors
     assert len(tip.contributors) >= 2
-    assert "cannot fetch from it: refused" in "".join(
-        node.said(Topic.ROUND) for node in pump.nodes.values()
-    )
+    assert "cannot fetch from it: refused" in pump.said(Topic.ROUND)
 
 
 def test_a_reducer_that_cannot_reach_the_convener_is_left_out_itself() -> None:
     pump = in_training("ABC")
-    convener, deaf = first_of(pump), last_of(pump)
+    convener, deaf = pump.first, pump.last
     pump.refuse_fetch = lambda peer, source, unit: peer == deaf and source == convener
     pump.run_to_height(3)
-    assert convener in pump.nodes[convener].machine.tip.contributors
+    assert convener in pump.tip_of(convener).contributors
 
 
 def test_results_of_an_older_roster_are_ignored() -> None:
     pump = in_training("ABCD")
-    convener = first_of(pump)
+    convener = pump.first
     node = pump.nodes[convener]
     stale = ReducedUnit(name("forged"), 100)
 
@@ -379,7 +363,7 @@ def accept_of(pump: Pump, manifest_of: PeerId) -> Callable[[PeerId, PeerId, Mess
 
 def test_half_with_the_tie_breaker_decides_only_after_the_grace() -> None:
     pump = in_training("AB")
-    second = last_of(pump)
+    second = pump.last
     times: dict[str, float] = {}
 
     def watch(source: PeerId, destination: PeerId, message: Message) -> bool:
@@ -395,10 +379,10 @@ def test_half_with_the_tie_breaker_decides_only_after_the_grace() -> None:
 
 def test_half_without_the_tie_breaker_never_decides() -> None:
     pump = in_training("AB")
-    first, second = pump.nodes["A"].machine.tip.order
+    first, second = pump.order
     pump.kill(first)
     pump.run(pump.now + 50)
-    assert pump.nodes[second].machine.tip.height == 2
+    assert pump.tip_of(second).height == 2
     # It hears nobody, so it does not even try, and logs this once.
     assert pump.nodes[second].said(Topic.TAKEOVER).startswith(f"waits: convener {first} silent")
     assert "\n" not in pump.nodes[second].said(Topic.TAKEOVER)
@@ -406,12 +390,12 @@ def test_half_without_the_tie_breaker_never_decides() -> None:
 
 def test_a_proposal_that_its_convener_cannot_fetch_is_given_up_without_its_sources() -> None:
     pump = in_training("ABC")
-    convener = first_of(pump)
-    owner = last_of(pump)
+    convener = pump.first
+    owner = pump.last
     # Nobody can fetch the owner's experts. Its shared parts were averaged before.
     pump.refuse_fetch = lambda peer, source, unit: source == owner and unit.startswith("expert")
     pump.run_to_height(3)
-    tip = pump.nodes[convener].machine.tip
+    tip = pump.tip_of(convener)
     assert owner not in tip.contributors
     assert "given up" in pump.nodes[convener].said(Topic.TAKEOVER)
     assert len(pump.digests_at(3)) == 1
@@ -419,7 +403,7 @@ def test_a_proposal_that_its_convener_cannot_fetch_is_given_up_without_its_sourc
 
 def test_a_repeated_proposal_gets_the_same_vote_and_no_second_write() -> None:
     pump = in_training("ABC")
-    voter = last_of(pump)
+    voter = pump.last
     pump.lose = accept_of(pump, voter)
     pump.run(pump.now + 0.9)
     pump.run(pump.now + 20, lambda: pump.nodes[voter].machine.record.accepted is not None)
@@ -435,9 +419,8 @@ def test_a_repeated_proposal_gets_the_same_vote_and_no_second_write() -> None:
 
 def test_an_expert_is_verbatim_with_one_owner_and_averaged_with_two() -> None:
     for copies in (1, 2):
-        pump = start_swarm("ABC", make_rules(owners_per_expert=copies))
-        pump.run_to_height(1)
-        tip = pump.nodes["A"].machine.tip
+        pump = in_training("ABC", make_rules(owners_per_expert=copies), height=1)
+        tip = pump.tip_of("A")
         for expert in range(4):
             values = tip.sources[f"expert.{expert}"]
             assert len(values) == copies
@@ -446,8 +429,7 @@ def test_an_expert_is_verbatim_with_one_owner_and_averaged_with_two() -> None:
 
 
 def test_experts_travel_only_in_the_rounds_in_which_they_are_due() -> None:
-    pump = start_swarm("AB", make_rules(experts_every=3))
-    pump.run_to_height(6)
+    pump = in_training("AB", make_rules(experts_every=3), height=6)
     for manifest in pump.nodes["A"].applied:
         units = {unit.split(".")[0] for unit in manifest.sources}
         assert units == ({"shared", "expert"} if manifest.round % 3 == 0 else {"shared"})
@@ -468,9 +450,9 @@ def test_the_results_of_a_busy_reducer_come_in_messages_of_bounded_size() -> Non
 
 def test_a_fetch_is_cancelled_when_its_round_is_over() -> None:
     pump = in_training("ABC")
-    slow = last_of(pump)
+    slow = pump.last
     pump.refuse_fetch = lambda peer, source, unit: peer == slow
-    pump.run_to_height(3, others(pump, slow))
+    pump.run_to_height(3, pump.others(slow))
     pump.refuse_fetch = lambda peer, source, unit: False
     pump.run_to_height(3)
     cancelled = [
@@ -500,7 +482,7 @@ def test_commits_go_to_everybody_and_carry_a_quorum_of_votes() -> None:
 
 def test_ballot_zero_belongs_to_the_first_convener_alone() -> None:
     pump = in_training("ABC")
-    impostor, victim = last_of(pump), pump.nodes["A"].machine.tip.order[1]
+    impostor, victim = pump.last, pump.order[1]
     machine = pump.nodes[impostor].machine
     for ballot in (Ballot(0, impostor), Ballot(1, victim), Ballot(-1, impostor)):
         pump.nodes[impostor].machine._out.post(victim, Prepare(ballot))
@@ -519,16 +501,16 @@ def test_a_reducer_whose_machine_refuses_messages_is_left_out_sooner(
 ) -> None:
     pump = in_training("ABCD")
     pump.dead_refuse = refuses
-    first, dead = first_of(pump), last_of(pump)
+    first, dead = pump.first, pump.last
     # It offers, and dies before it has fetched any blob.
     pump.stall_inputs = lambda peer, source: peer == dead
     convener = pump.nodes[first].machine
     assert pump.run(pump.now + 20.0, lambda: convener.campaign.stage == "reduce")
     pump.kill(dead)
     start = pump.now
-    pump.run_to_height(3, others(pump, dead))
+    pump.run_to_height(3, pump.others(dead))
     assert limit_s < pump.now - start < limit_s + 1.5
-    assert dead not in pump.nodes[first].machine.tip.contributors
+    assert dead not in pump.tip_of(first).contributors
 
 
 @pytest.mark.parametrize(("seconds_dead", "grace_s"), [(1.0, 3.5), (15.0, 0.0)])
@@ -536,10 +518,10 @@ def test_half_of_the_votes_wait_for_the_others_only_while_these_were_heard_latel
     seconds_dead: float, grace_s: float
 ) -> None:
     pump = in_training("AB", timers=Timers(vote_s=60.0, attempt_s=200.0))
-    first, other = first_of(pump), last_of(pump)
-    train_times(pump, dict.fromkeys("AB", 20.0))
+    first, other = pump.first, pump.last
+    pump.train_times(20.0)
     pump.run_to_height(3)
-    first, other = first_of(pump), last_of(pump)
+    first, other = pump.first, pump.last
     pump.run(pump.now + 20.0 - seconds_dead)
     pump.kill(other)
     convener = pump.nodes[first].machine
@@ -555,11 +537,11 @@ def test_a_peer_that_was_gone_before_the_campaign_costs_nothing_more(
 ) -> None:
     pump = in_training("ABCD")
     pump.dead_refuse = refuses
-    dead = last_of(pump)
+    dead = pump.last
     pump.kill(dead)
-    pump.run_to_height(3, others(pump, dead))
+    pump.run_to_height(3, pump.others(dead))
     start = pump.now
-    pump.run_to_height(4, others(pump, dead))
+    pump.run_to_height(4, pump.others(dead))
     assert waits_s <= pump.now - start < waits_s + 3.0
 
 
@@ -569,7 +551,7 @@ def test_a_proposal_whose_sources_are_gone_is_given_up_sooner(
 ) -> None:
     pump = in_training("ABCD", timers=Timers(vote_s=20.0, attempt_s=100.0, heartbeat_s=60.0))
     pump.dead_refuse = refuses
-    first, dead = first_of(pump), last_of(pump)
+    first, dead = pump.first, pump.last
     convener = pump.nodes[first].machine
     assert pump.run(pump.now + 20.0, lambda: convener.campaign.stage == "vote")
     pump.kill(dead)  # nobody has fetched its experts yet

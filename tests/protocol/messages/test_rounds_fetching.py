@@ -7,13 +7,13 @@ import pytest
 
 from swarm.protocol.messages.events import Apply, Expected, Sync
 from swarm.protocol.messages.messages import Accept
-from tests.protocol.round_pump import start_swarm, train_times
+from tests.protocol.round_pump import start_swarm
 
 
 def contributors_after_a_late_start(fetched_s: float) -> set[str]:
     """Contributors of a round of 20 s. C begins after 10 s, and needs 24 s for its steps."""
     pump = start_swarm("ABC")
-    train_times(pump, {"A": 20.0, "B": 20.0, "C": 24.0})
+    pump.train_times({"A": 20.0, "B": 20.0, "C": 24.0})
     pump.run_to_height(1)
     pump.kill("C")
     pump.run(pump.now + 10.0)
@@ -22,7 +22,7 @@ def contributors_after_a_late_start(fetched_s: float) -> set[str]:
     late._work.fetched_s = fetched_s
     pump.give("C", Expected(late.tip.digest, 24.0))
     pump.run_to_height(2, "AB", within_s=60.0)
-    return set(pump.nodes["A"].machine.tip.contributors)
+    return set(pump.tip_of("A").contributors)
 
 
 @pytest.mark.parametrize("fetched_s", [0.0, 20.0])

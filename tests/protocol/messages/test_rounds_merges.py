@@ -6,30 +6,27 @@ from swarm.config import MergingConfig
 from swarm.protocol.messages.events import ComputeMerge, Offered, Purpose
 from swarm.protocol.messages.messages import Accept, Message, Offer, Ready, Roster
 from swarm.protocol.rounds.policies.checks import successor_problem
-from swarm.protocol.values.manifest import Entry, Kind, Manifest
-from tests.protocol.round_pump import Pump, found, make_rules, name, start_swarm
+from swarm.protocol.values.manifest import Kind, Manifest
+from tests.protocol.round_pump import Pump, found, in_training, make_rules, name
 
 # A round is 10 steps, so every second round makes a merge due, until step 1000.
 MERGING = MergingConfig(alpha=0.1, top_k=2, decay_steps=1000, interval_steps=20)
 RULES = make_rules(merging=MERGING)
 
 
-def merging_swarm(peers: str, **options: object) -> Pump:
-    return start_swarm(peers, RULES, **options)
+def merging_swarm(peers: str, height: int = 0, **options: object) -> Pump:
+    return in_training(peers, RULES, height=height, **options)
 
 
 def test_a_merge_follows_the_round_that_made_it_due_before_training_goes_on() -> None:
-    pump = merging_swarm("ABC")
-    pump.run_to_height(9)
+    pump = merging_swarm("ABC", 9)
     kinds = [manifest.kind.value for manifest in pump.nodes["A"].applied[:9]]
     assert kinds == ["quorum", "quorum", "merge"] * 3
-    for height in range(1, 9):
-        assert len(pump.digests_at(height)) == 1
+    assert all(len(pump.digests_at(height)) == 1 for height in range(1, 9))
 
 
 def test_a_merge_changes_nothing_but_the_experts_values() -> None:
-    pump = merging_swarm("ABC")
-    pump.run_to_height(3)
+    pump = merging_swarm("ABC", 3)
     parent, merge = pump.nodes["A"].applied[1:3]
     for unit, entry in merge.entries.items():
         before = parent.entries[unit]
@@ -61,7 +58,7 @@ def test_no_bytes_travel_for_a_merge() -> None:
     fetched: list[str] = []
 
     def watch(peer: str, source: str, unit: str) -> bool:
-        if pump.nodes[peer].machine.tip.round == 2 and pump.nodes[peer].machine.tip.merged == 0:
+        if pump.tip_of(peer).round == 2 and pump.tip_of(peer).merged == 0:
             fetched.append(unit)
         return False
 
@@ -76,7 +73,7 @@ def test_no_offer_and_no_roster_while_a_merge_is_due() -> None:
     due: list[Message] = []
 
     def watch(source: str, destination: str, message: Message) -> bool:
-        tip = pump.nodes[source].machine.tip
+        tip = pump.tip_of(source)
         if tip.height == 2 and isinstance(message, Ready | Roster):
             due.append(message)
         return False
@@ -89,19 +86,16 @@ def test_no_offer_and_no_roster_while_a_merge_is_due() -> None:
 
 def test_a_peer_with_other_arithmetic_fetches_the_proposed_bits() -> None:
     pump = merging_swarm("ABC")
-    odd = "B"
-    pump.merge_result = lambda peer, unit, old: name("merged", unit, old, peer == odd)
+    pump.merge_result = lambda peer, unit, old: name("merged", unit, old, peer == "B")
     pump.run_to_height(4)
-    assert len(pump.digests_at(3)) == 1
-    assert len(pump.digests_at(4)) == 1
+    assert len(pump.digests_at(3)) == len(pump.digests_at(4)) == 1
 
 
 def test_irreproducible_arithmetic_everywhere_still_ends_in_one_merge() -> None:
     pump = merging_swarm("ABCD")
     pump.merge_result = lambda peer, unit, old: name("merged", unit, old, peer)
     pump.run_to_height(6)
-    for height in range(1, 7):
-        assert len(pump.digests_at(height)) == 1
+    assert all(len(pump.digests_at(height)) == 1 for height in range(1, 7))
 
 
 def test_a_peer_that_computes_slowly_waits_a_while_and_then_fetches() -> None:
@@ -114,29 +108,27 @@ def test_a_peer_that_computes_slowly_waits_a_while_and_then_fetches() -> None:
 
     pump.run_to_height(1)
     pump._merge = merge  # type: ignore[method-assign]
-    for node in pump.nodes.values():
-        node.train_s = 1000.0  # so that no newer manifest replaces this one
+    pump.train_times(1000.0)  # so that no newer manifest replaces this one
     pump.run_to_height(2)
-    *quick, slow = pump.nodes["A"].machine.tip.order
+    *quick, slow = pump.order
     pump.run_to_height(3, "".join(quick))
-    assert pump.nodes[slow].machine.tip.height == 2
+    assert pump.tip_of(slow).height == 2
     fetches = pump.nodes[slow].fetches.get(Purpose.CATCH_UP, 0)
     start = pump.now
     pump.run(pump.now + 9)
     assert pump.nodes[slow].fetches.get(Purpose.CATCH_UP, 0) == fetches
-    pump.run(pump.now + 30, lambda: pump.nodes[slow].machine.tip.height >= 3)
+    pump.run(pump.now + 30, lambda: pump.tip_of(slow).height >= 3)
     assert pump.now - start <= 2 * pump.timers.reduce_s + 2
     assert len(pump.digests_at(3)) == 1
 
 
 def test_a_dead_convener_of_a_merge_is_replaced_with_full_phase_1() -> None:
-    pump = merging_swarm("ABC")
-    pump.run_to_height(2)
-    first = pump.nodes["A"].machine.tip.order[0]
+    pump = merging_swarm("ABC", 2)
+    first = pump.first
     pump.lose = lambda source, destination, message: (
         destination == first and isinstance(message, Accept)
     )
-    rest = "".join(peer for peer in pump.nodes if peer != first)
+    rest = pump.others(first)
     pump.run(pump.now + 10, lambda: all(pump.nodes[p].record.accepted for p in rest))
     voted = {pump.nodes[peer].record.accepted.manifest.digest for peer in rest}  # type: ignore[union-attr]
     pump.kill(first)
@@ -148,7 +140,7 @@ def test_a_restarted_peer_computes_the_due_merge_again() -> None:
     pump = merging_swarm("ABC")
     pump.merge_s = 3.0
     pump.run_to_height(2)
-    victim = pump.nodes["A"].machine.tip.order[-1]
+    victim = pump.last
     pump.kill(victim)
     pump.restart(victim)
     pump.run_to_height(3)
@@ -157,14 +149,8 @@ def test_a_restarted_peer_computes_the_due_merge_again() -> None:
     assert len(pump.digests_at(3)) == 1
 
 
-def _tip_and_merge() -> tuple[Manifest, Manifest]:
-    pump = merging_swarm("ABC")
-    pump.run_to_height(3)
-    return pump.nodes["A"].applied[1], pump.nodes["A"].applied[2]
-
-
 def test_a_merge_is_refused_unless_it_is_due_and_changes_experts_alone() -> None:
-    tip, merge = _tip_and_merge()
+    tip, merge = merging_swarm("ABC", 3).nodes["A"].applied[1:3]
     assert successor_problem(merge, tip, RULES, due=True) is None
     other_bits = {
         unit: replace(entry, digest=name("other", unit)) if unit.startswith("expert") else entry
@@ -191,19 +177,17 @@ def test_a_merge_is_refused_unless_it_is_due_and_changes_experts_alone() -> None
 
 
 def test_stale_experts_keep_their_version_through_a_merge() -> None:
-    pump = merging_swarm("ABCD")
-    pump.run_to_height(1)
-    slow = pump.nodes["A"].machine.tip.order[-1]
+    pump = merging_swarm("ABCD", 1)
+    slow = pump.last
     pump.nodes[slow].train_s = 1e9  # from round 3 on
-    pump.run_to_height(6, "".join(peer for peer in "ABCD" if peer != slow))
-    merge = pump.nodes[next(p for p in "ABCD" if p != slow)].machine.tip
+    pump.run_to_height(6, pump.others(slow))
+    merge = pump.tip_of(pump.others(slow)[0])
     assert merge.kind is Kind.MERGE
     mine = [expert for expert, owners in merge.owners.items() if slow in owners]
-    assert mine
+    assert mine and merge.round == 4
     for expert in mine:
-        entry: Entry = merge.entries[f"expert.{expert}"]
-        assert (entry.version, merge.round) == (2, 4)
-        assert entry.base is not None
+        entry = merge.entries[f"expert.{expert}"]
+        assert entry.version == 2 and entry.base is not None
 
 
 def test_an_offer_made_while_a_merge_is_due_is_kept_with_the_reason() -> None:

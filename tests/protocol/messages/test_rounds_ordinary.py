@@ -14,15 +14,13 @@ from swarm.protocol.messages.messages import (
     Roster,
 )
 from swarm.protocol.values.manifest import Kind
-from tests.protocol.round_pump import start_swarm
+from tests.protocol.round_pump import in_training, start_swarm
 
 
 @pytest.mark.parametrize("peers", ["A", "AB", "ABCD", "ABCDEFG"])
 def test_all_members_apply_the_same_rounds(peers: str) -> None:
-    pump = start_swarm(peers)
-    pump.run_to_height(5)
-    for height in range(1, 6):
-        assert len(pump.digests_at(height)) == 1
+    pump = in_training(peers, height=5)
+    assert all(len(pump.digests_at(height)) == 1 for height in range(1, 6))
     tip = pump.nodes["A"].applied[4]
     assert tip.kind is Kind.QUORUM
     assert tip.contributors == tuple(peers)
@@ -43,8 +41,7 @@ def test_a_lone_member_decides_at_once() -> None:
 
 
 def test_messages_of_a_round_are_as_few_as_the_page_says() -> None:
-    pump = start_swarm("ABCD")
-    pump.run_to_height(10)
+    pump = in_training("ABCD", height=10)
     sizes = {
         kind: pump.count_sent(kind) / 10
         for kind in (Ready, Roster, Reduced, Propose, Accept, Commit, Prepare, Hello)

@@ -6,13 +6,12 @@ from dataclasses import replace
 import pytest
 
 from swarm.experts import expert_unit
-from swarm.protocol.messages.events import Persist, Received, Send, Topic, Undeliverable
+from swarm.protocol.messages.events import Persist, Received, Send, Sync, Topic, Undeliverable
 from swarm.protocol.messages.messages import (
     Accept,
     Accepted,
     Ballot,
     Commit,
-    Header,
     Hello,
     Message,
     Prepare,
@@ -22,35 +21,15 @@ from swarm.protocol.messages.messages import (
 )
 from swarm.protocol.timing.deadlines import Timers
 from swarm.protocol.values.manifest import PeerId
-from tests.protocol.round_pump import Node, Pump, start_swarm, train_times
-
-
-def order_of(pump: Pump) -> tuple[PeerId, ...]:
-    return next(iter(pump.nodes.values())).machine.tip.order
-
-
-def ready_for_round_3(peers: str, **options: object) -> Pump:
-    pump = start_swarm(peers, **options)
-    pump.run_to_height(2)
-    return pump
-
-
-def survivors(pump: Pump) -> str:
-    return "".join(peer for peer, node in pump.nodes.items() if node.is_up)
-
-
-def header_of(node: Node) -> Header:
-    tip = node.machine.tip
-    return Header(tip.code, tip.digest, tip.generation)
+from tests.protocol.round_pump import Pump, header_of, in_training, start_swarm
 
 
 @pytest.mark.parametrize("last_words", [Prepare, Roster, Propose, Accept, Commit])
 def test_the_others_finish_the_round_when_its_convener_dies(last_words: type) -> None:
     pump = start_swarm("ABCD")
-    for node in pump.nodes.values():
-        node.train_s = 2.0  # long enough for a poll
+    pump.train_times(2.0)  # long enough for a poll
     pump.run_to_height(2)
-    convener = order_of(pump)[0]
+    convener = pump.first
 
     def die(source: PeerId, destination: PeerId, message: Message) -> bool:
         if source == convener and isinstance(message, last_words):
@@ -61,18 +40,17 @@ def test_the_others_finish_the_round_when_its_convener_dies(last_words: type) ->
 
     pump.lose = die
     start = pump.now
-    pump.run_to_height(3, "".join(p for p in pump.nodes if p != convener))
+    pump.run_to_height(3, pump.others(convener))
     assert not pump.nodes[convener].is_up
-    assert len(pump.digests_at(3, survivors(pump))) == 1
+    assert len(pump.digests_at(3, pump.alive)) == 1
     # Rank 1 waits 10 s for the dead convener, the roster then 6 s for its offer.
     assert pump.now - start < 2 * pump.timers.heartbeat_s + pump.timers.roster_s + 6
-    reasons = "".join(node.said(Topic.TAKEOVER) for node in pump.nodes.values())
-    assert f"convener {convener} silent for 10." in reasons
+    assert f"convener {convener} silent for 10." in pump.said(Topic.TAKEOVER)
 
 
 def test_a_successor_proposes_what_may_have_been_decided() -> None:
-    pump = ready_for_round_3("ABC")
-    first, second, third = order_of(pump)
+    pump = in_training("ABC")
+    first, second, third = pump.order
     proposed: list[str] = []
 
     def lose(source: PeerId, destination: PeerId, message: Message) -> bool:
@@ -91,23 +69,20 @@ def test_a_successor_proposes_what_may_have_been_decided() -> None:
     assert set(proposed) == {accepted.manifest.digest}
 
 
-def campaigning(pump: Pump, peer: PeerId, until: type) -> list[Message]:
-    """The messages of a peer during a takeover."""
-    node = pump.nodes[peer]
-    start = len(node.sent)
-    pump.run(
-        pump.now + 60, lambda: any(isinstance(message, until) for *_, message in node.sent[start:])
-    )
-    return [message for *_, message in node.sent[start:]]
+def campaigning(pump: Pump, peer: PeerId) -> None:
+    """Runs until a peer takes over."""
+    sent = pump.nodes[peer].sent
+    start = len(sent)
+    pump.run(pump.now + 60, lambda: any(isinstance(m, Prepare) for *_, m in sent[start:]))
 
 
 def test_nothing_is_proposed_before_a_quorum_has_promised() -> None:
-    pump = ready_for_round_3("ABC")
-    first, second, third = order_of(pump)
+    pump = in_training("ABC")
+    first, second, third = pump.order
     pump.kill(first)
     # The third hears the PREPAREs, but its promises are lost for a while.
     pump.lose = lambda source, destination, message: source == third and isinstance(message, Ready)
-    sent = campaigning(pump, second, Prepare)
+    campaigning(pump, second)
     pump.run(pump.now + 9)
     sent = [message for *_, message in pump.nodes[second].sent]
     assert not any(isinstance(m, Propose) and m.manifest.height == 3 for m in sent)
@@ -116,32 +91,22 @@ def test_nothing_is_proposed_before_a_quorum_has_promised() -> None:
 
 
 def test_of_several_votes_the_one_with_the_highest_ballot_is_proposed_again() -> None:
-    pump = ready_for_round_3("ABC")
-    pump.run(pump.now + 0.9)
-    first, second, third = order_of(pump)
-    machine = pump.nodes[first].machine
-    candidates = []
-    for tokens in (1, 2):
-        # Two values of the same height, as two conveners might have composed them.
-        pump_of_value = start_swarm("ABC")
-        pump_of_value.run_to_height(2)
-        pump_of_value.run_to_height(3)
-        manifest = pump_of_value.nodes["A"].machine.tip
-        candidates.append(replace(manifest, tokens=manifest.tokens + tokens))
-    low, high = (
-        Accepted(Ballot(1, second), candidates[0]),
-        Accepted(Ballot(2, third), candidates[1]),
-    )
+    pump = in_training("ABC", height=3)
+    first, second, third = pump.order
+    machine, tip = pump.nodes[first].machine, pump.tip_of(first)
+    # Two values of the same height, as two conveners might have composed them.
+    candidates = [replace(tip, tokens=tip.tokens + tokens) for tokens in (1, 2)]
+    low, high = map(Accepted, (Ballot(1, second), Ballot(2, third)), candidates)
     assert machine._phase1._choose_accepted([high, low]) == high
     assert machine._phase1._choose_accepted([low, high]) == high
 
 
 def test_a_convener_of_a_lower_ballot_is_refused_with_the_promised_one() -> None:
-    pump = ready_for_round_3("ABC")
-    _first, second, third = order_of(pump)
+    pump = in_training("ABC")
+    _first, second, third = pump.order
     node = pump.nodes[third]
     effects = node.machine.handle(
-        Received(second, header_of(node), Prepare(Ballot(4, second))), pump.now
+        Received(second, header_of(node.machine.tip), Prepare(Ballot(4, second))), pump.now
     )
     kinds = [type(effect) for effect in effects]
     assert kinds.index(Persist) < kinds.index(Send)
@@ -151,65 +116,55 @@ def test_a_convener_of_a_lower_ballot_is_refused_with_the_promised_one() -> None
         Propose(Ballot(3, second), node.machine.tip, ()),
         Roster(Ballot(3, second), "0" * 64, {}, {}),
     ):
-        effects = node.machine.handle(Received(second, header_of(node), message), pump.now)
+        effects = node.machine.handle(
+            Received(second, header_of(node.machine.tip), message), pump.now
+        )
         (answer,) = [effect for effect in effects if isinstance(effect, Send)]
         assert isinstance(answer.message, Ready)
         assert answer.message.ballot == Ballot(4, second)
 
 
 def test_a_convener_steps_down_when_it_is_refused() -> None:
-    pump = ready_for_round_3("ABC")
-    first, _second, third = order_of(pump)
+    pump = in_training("ABC")
+    first, _second, third = pump.order
     node = pump.nodes[first]
     assert node.machine.campaign.stage == "collect"
     nack = Ready(Ballot(7, third), None, None, 1.0)
-    node.machine.handle(Received(third, header_of(node), nack), pump.now)
+    node.machine.handle(Received(third, header_of(node.machine.tip), nack), pump.now)
     assert node.machine.campaign.stage == ""
     assert node.machine.campaign.attempt == 7
     assert "overtaken by attempt 7" in node.machine.reason
 
 
 def test_a_ballot_is_durable_before_its_first_message() -> None:
-    pump = ready_for_round_3("ABC")
-    first, second, _third = order_of(pump)
+    pump = in_training("ABC")
+    first, second, _third = pump.order
     pump.kill(first)
-    campaigning(pump, second, Prepare)
+    campaigning(pump, second)
     effects = pump.nodes[second].effects
-    sends = [
-        position
-        for position, effect in enumerate(effects)
-        if isinstance(effect, Send) and isinstance(effect.message, Prepare)
-        and effect.message.ballot.attempt == 1
-    ]  # fmt: skip
-    burnt = [
-        position
-        for position, effect in enumerate(effects)
-        if isinstance(effect, Persist) and effect.record.promised == Ballot(1, second)
-    ]
-    assert burnt[0] < sends[0]
+    prepare = Prepare(Ballot(1, second))
+    sends = [isinstance(e, Send) and e.message == prepare for e in effects]
+    burnt = [isinstance(e, Persist) and e.record.promised == prepare.ballot for e in effects]
+    assert burnt.index(True) < sends.index(True)
 
 
 def test_a_restarted_first_convener_never_uses_ballot_zero_again() -> None:
-    pump = ready_for_round_3("ABC")
-    first = order_of(pump)[0]
+    pump = in_training("ABC")
+    first = pump.first
     assert pump.nodes[first].record.promised == Ballot(0, first)
     pump.kill(first)
     pump.run(pump.now + 1)
     start = len(pump.nodes[first].sent)
     pump.restart(first)
     pump.run_to_height(3)
-    ballots = {
-        message.ballot
-        for *_, message in pump.nodes[first].sent[start:]
-        if isinstance(message, Prepare | Roster | Propose)
-    }
-    assert Ballot(0, first) not in {b for b in ballots if b.convener == first and b.attempt == 0}
+    sent = [message for *_, message in pump.nodes[first].sent[start:]]
+    ballots = {m.ballot for m in sent if isinstance(m, Prepare | Roster | Propose)}
+    assert Ballot(0, first) not in ballots
     assert len(pump.digests_at(3)) == 1
 
 
 def test_a_vote_is_durable_before_it_is_sent_and_only_once_all_blobs_are() -> None:
-    pump = ready_for_round_3("ABCD")
-    pump.run_to_height(3)
+    pump = in_training("ABCD", height=3)
     for node in pump.nodes.values():
         written: set[tuple[Ballot, str]] = set()
         synced: set[str] = set()
@@ -217,8 +172,8 @@ def test_a_vote_is_durable_before_it_is_sent_and_only_once_all_blobs_are() -> No
             if isinstance(effect, Persist) and effect.record.accepted:
                 accepted = effect.record.accepted
                 written.add((accepted.ballot, accepted.manifest.digest))
-            if type(effect).__name__ == "Sync":
-                synced.add(effect.manifest.digest)  # type: ignore[union-attr]
+            if isinstance(effect, Sync):
+                synced.add(effect.manifest.digest)
             if isinstance(effect, Send) and isinstance(effect.message, Accept):
                 vote = effect.message
                 assert (vote.ballot, vote.digest) in written
@@ -226,21 +181,21 @@ def test_a_vote_is_durable_before_it_is_sent_and_only_once_all_blobs_are() -> No
 
 
 def test_a_deaf_peer_does_not_depose_a_convener_that_others_hear() -> None:
-    pump = ready_for_round_3("ABCD")
-    deaf = order_of(pump)[-1]
+    pump = in_training("ABCD")
+    deaf = pump.last
     pump.lose = lambda source, destination, message: destination == deaf
-    pump.run_rounds(6, "".join(p for p in pump.nodes if p != deaf))
-    assert pump.nodes[deaf].machine.tip.height == 2
+    pump.run_rounds(6, pump.others(deaf))
+    assert pump.tip_of(deaf).height == 2
     assert "begins" not in pump.nodes[deaf].said(Topic.TAKEOVER)
     pump.lose = lambda source, destination, message: False
     pump.run(pump.now + 15)
-    assert pump.nodes[deaf].machine.tip.height >= 6
+    assert pump.tip_of(deaf).height >= 6
 
 
 def test_a_peer_that_comes_back_does_not_end_the_campaign_that_went_on_without_it() -> None:
-    pump = ready_for_round_3("ABCDE")
-    first, second, third, *_ = order_of(pump)
-    train_times(pump, dict.fromkeys(set("ABCDE") - {second}, 40.0))
+    pump = in_training("ABCDE")
+    first, second, third, *_ = pump.order
+    pump.train_times(dict.fromkeys(set("ABCDE") - {second}, 40.0))
     pump.kill(first)
     # The next in turn is cut off. First it hears from less than a quorum, and of no campaign.
     pump.lose = lambda source, destination, message: second in (source, destination)
@@ -251,15 +206,15 @@ def test_a_peer_that_comes_back_does_not_end_the_campaign_that_went_on_without_i
     pump.run(pump.now + 8.0)
     assert "no quorum of the 5 voters was heard" in pump.nodes[second].said(Topic.TAKEOVER)
     pump.lose = lambda source, destination, message: False
-    pump.run_to_height(3, survivors(pump))
+    pump.run_to_height(3, pump.alive)
     assert "begins" not in pump.nodes[second].said(Topic.TAKEOVER)
     assert pump.nodes[third].machine.record.tip.height == 3
     assert "stepped down" not in pump.nodes[third].said(Topic.TAKEOVER)
 
 
 def test_a_convener_that_hears_nobody_steps_down() -> None:
-    pump = ready_for_round_3("ABCD")
-    first = order_of(pump)[0]
+    pump = in_training("ABCD")
+    first = pump.first
     pump.lose = lambda source, destination, message: destination == first
     pump.run(pump.now + 35)
     assert "stepped down" in pump.nodes[first].said(Topic.TAKEOVER)
@@ -267,12 +222,12 @@ def test_a_convener_that_hears_nobody_steps_down() -> None:
 
 
 def test_an_almost_deaf_convener_does_not_hold_its_attempt() -> None:
-    pump = ready_for_round_3("ABCDE")
-    first, second, *_ = order_of(pump)
+    pump = in_training("ABCDE")
+    first, second, *_ = pump.order
     # It hears only one other member, so no quorum of answers can ever come.
     pump.lose = lambda source, destination, message: destination == first and source != second
     start = pump.now
-    pump.run_to_height(3, "".join(p for p in pump.nodes if p != first))
+    pump.run_to_height(3, pump.others(first))
     said = pump.nodes[first].said(Topic.TAKEOVER)
     assert "no quorum was heard for 10.0 s" in said
     assert pump.now - start < pump.timers.attempt_s
@@ -281,10 +236,10 @@ def test_an_almost_deaf_convener_does_not_hold_its_attempt() -> None:
 def test_a_convener_that_hears_but_is_not_heard_lets_all_others_go_first() -> None:
     # Of two equal attempts the mute member's is the higher one, so its hearers refuse others.
     names = string.ascii_letters
-    swarms = (ready_for_round_3(names[first : first + 7]) for first in range(len(names) - 6))
-    pump = next(pump for pump in swarms if order_of(pump)[1] > max(order_of(pump)[3:]))
-    first, mute, third, *others = order_of(pump)
-    train_times(pump, dict.fromkeys(pump.nodes, 60.0))
+    swarms = (in_training(names[first : first + 7]) for first in range(len(names) - 6))
+    pump = next(pump for pump in swarms if pump.order[1] > max(pump.order[3:]))
+    first, mute, third, *others = pump.order
+    pump.train_times(60.0)
     pump.kill(first)
     pump.kill(third)
     # It hears everybody, but only one of the four others, who are a quorum, hears it.
@@ -292,22 +247,20 @@ def test_a_convener_that_hears_but_is_not_heard_lets_all_others_go_first() -> No
 
     def greet() -> None:
         for peer in others:
-            header = pump.nodes[peer].machine._out.header
-            pump.give(mute, Received(peer, header, Hello(ask=False)))
+            pump.give(mute, Received(peer, header_of(pump.tip_of(peer)), Hello(ask=False)))
         pump.after(1.0, greet)
 
     greet()
     pump.run_to_height(3, "".join(others), within_s=60.0)
     assert "only 1 answers within 10.0 s, no quorum" in pump.nodes[mute].said(Topic.TAKEOVER)
     assert "attempt 2 begins" not in pump.nodes[mute].said(Topic.TAKEOVER)
-    reasons = "".join(pump.nodes[peer].said(Topic.TAKEOVER) for peer in others)
-    assert f"overtaken by attempt 1 of {mute}" in reasons
+    assert f"overtaken by attempt 1 of {mute}" in pump.said(Topic.TAKEOVER, others)
 
 
 def test_a_convener_that_hears_but_is_not_heard_tries_again_after_all_others() -> None:
-    pump = ready_for_round_3("ABC")
-    first, second, third = order_of(pump)
-    train_times(pump, dict.fromkeys("ABC", 120.0))
+    pump = in_training("ABC")
+    first, second, third = pump.order
+    pump.train_times(120.0)
     pump.kill(first)
     # Only the second convenes: the third hears no quorum.
     pump.lose = lambda source, destination, message: source == second or destination == third
@@ -323,8 +276,8 @@ def test_a_convener_that_hears_but_is_not_heard_tries_again_after_all_others() -
 
 
 def test_a_convener_that_gets_no_votes_because_it_hears_no_quorum_steps_down() -> None:
-    pump = ready_for_round_3("ABCDE")
-    first, second, *_ = order_of(pump)
+    pump = in_training("ABCDE")
+    first, second, *_ = pump.order
     has_proposed = False
 
     def lose(source: PeerId, destination: PeerId, message: Message) -> bool:
@@ -334,45 +287,44 @@ def test_a_convener_that_gets_no_votes_because_it_hears_no_quorum_steps_down() -
 
     pump.lose = lose
     start = pump.now
-    pump.run_to_height(3, "".join(p for p in pump.nodes if p != first))
+    pump.run_to_height(3, pump.others(first))
     assert "no quorum was heard for 10.0 s" in pump.nodes[first].said(Topic.TAKEOVER)
     assert pump.now - start < pump.timers.attempt_s
 
 
 def test_a_proposal_of_which_a_part_cannot_be_had_does_not_hold_its_attempt() -> None:
     # As before the first measured round: a roster may wait for half an hour.
-    pump = ready_for_round_3("ABCD", timers=Timers(attempt_s=1841.0, roster_late_s=1800.0))
-    first, second, *_ = order_of(pump)
-    tip = pump.nodes[first].machine.tip
+    pump = in_training("ABCD", timers=Timers(attempt_s=1841.0, roster_late_s=1800.0))
+    first, second, *_ = pump.order
+    tip = pump.tip_of(first)
     refused = {expert_unit(e) for e, owners in tip.owners.items() if first in owners}
     pump.refuse_fetch = lambda peer, source, unit: unit in refused
     start = pump.now
-    pump.run_to_height(3, "".join(p for p in pump.nodes if p != first))
+    pump.run_to_height(3, pump.others(first))
     assert "cannot be had: nothing new for" in pump.nodes[second].said(Topic.TAKEOVER)
     assert pump.now - start < 3 * pump.timers.proposal_limit_s(0)
-    assert first not in pump.nodes[second].machine.tip.contributors
+    assert first not in pump.tip_of(second).contributors
 
 
 def test_a_message_counts_only_under_the_tip_that_it_was_made_for() -> None:
-    pump = ready_for_round_3("ABC")
-    _first, second, third = order_of(pump)
+    pump = in_training("ABC")
+    _first, second, third = pump.order
     node = pump.nodes[third]
     before = node.machine.record
-    old_tip = node.applied[0]
-    header = Header(old_tip.code, old_tip.digest, old_tip.generation)
+    received = Received(second, header_of(node.applied[0]), Prepare(Ballot(4, second)))
     now = pump.now + pump.timers.poll_s  # it may just have received the tip
-    effects = node.machine.handle(Received(second, header, Prepare(Ballot(4, second))), now)
+    effects = node.machine.handle(received, now)
     assert node.machine.record is before
     (answer,) = [effect for effect in effects if isinstance(effect, Send)]
     assert isinstance(answer.message, Commit)  # the sender is behind
     assert answer.message.manifest == node.machine.tip
-    again = node.machine.handle(Received(second, header, Prepare(Ballot(4, second))), pump.now)
+    again = node.machine.handle(received, pump.now)
     assert not [effect for effect in again if isinstance(effect, Send)]  # at most once per poll
 
 
 def test_what_comes_before_the_tip_it_belongs_to_is_kept_for_it() -> None:
-    pump = ready_for_round_3("ABC")
-    _first, _second, third = order_of(pump)
+    pump = in_training("ABC")
+    _first, _second, third = pump.order
     late: list[Message] = []
 
     def hold_back(source: PeerId, destination: PeerId, message: Message) -> bool:
@@ -390,12 +342,12 @@ def test_what_comes_before_the_tip_it_belongs_to_is_kept_for_it() -> None:
 def test_a_convener_whose_machine_refuses_messages_is_replaced_sooner(
     refuses: bool, limit_s: float
 ) -> None:
-    pump = ready_for_round_3("ABCD")
+    pump = in_training("ABCD")
     pump.dead_refuse = refuses
-    first, second, *_ = order_of(pump)
-    train_times(pump, dict.fromkeys("ABCD", 60.0))  # nobody has a message for it
+    first, second, *_ = pump.order
+    pump.train_times(60.0)  # nobody has a message for it
     pump.run_to_height(3)
-    first, second, *_ = order_of(pump)
+    first, second, *_ = pump.order
     pump.kill(first)
     start = pump.now
     assert pump.run(start + 30.0, lambda: pump.nodes[second].machine.campaign.stage != "")
@@ -404,10 +356,10 @@ def test_a_convener_whose_machine_refuses_messages_is_replaced_sooner(
 
 
 def test_a_convener_that_is_heard_is_not_deposed_because_a_message_was_refused() -> None:
-    pump = ready_for_round_3("ABCD")
-    train_times(pump, dict.fromkeys("ABCD", 60.0))
+    pump = in_training("ABCD")
+    pump.train_times(60.0)
     pump.run_to_height(3)
-    first, second, *_ = order_of(pump)
+    first, second, *_ = pump.order
     for _ in range(20):
         pump.give(second, Undeliverable(first))
         pump.run(pump.now + 1.0)

@@ -32,7 +32,7 @@ from swarm.protocol.values.invitation import (
 )
 from swarm.protocol.values.manifest import Manifest, Member
 from tests.protocol.messages.test_rounds_membership import join
-from tests.protocol.round_pump import found, make_rules, start_swarm
+from tests.protocol.round_pump import found, in_training, make_rules
 
 RUN = "run-1"
 RULES = replace(make_rules(), run=RUN, is_open=False)
@@ -374,18 +374,16 @@ def test_acceptors_refuse_votes_that_were_not_earned() -> None:
 
 
 def test_an_invited_peer_votes_from_the_manifest_on_that_takes_it_in() -> None:
-    pump = start_swarm("ABC", RULES)
-    pump.run_to_height(1)
+    pump = in_training("ABC", RULES, height=1)
     guest, stranger = join(pump, "J"), join(pump, "S")
     guest.machine._peer.credential = shown(replace(GOOD, uses=1, invites=1, last_round=99))
     thief = join(pump, "T")
-    pump.run(pump.now + 20, lambda: "J" in pump.nodes["A"].machine.tip.voters)
-    assert "J" in pump.nodes["A"].machine.tip.voters
+    assert pump.run(pump.now + 20, lambda: "J" in pump.tip_of("A").voters)
     thief.machine._peer.credential = guest.machine._peer.credential
     pump.run(pump.now + 30)
-    assert pump.nodes["A"].machine.tip.members.keys() == set("ABCJ")
+    assert pump.tip_of("A").members.keys() == set("ABCJ")
     heard = [reason.text for reason in stranger.reasons]
     assert any("admits invited peers only" in text for text in heard)
     assert any("no invitation" in text for text in heard)
     assert any("used up" in reason.text for reason in thief.reasons)
-    assert "J" in pump.nodes["A"].machine.tip.head.anchored
+    assert "J" in pump.tip_of("A").head.anchored

@@ -106,8 +106,8 @@ def rounds_of(rooms, **rounds) -> tuple[Pump, Manifest]:
         pump.boot(peer)
     pump.run_rounds(1)
     pump.kill("c")
-    pump.run(400.0, lambda: "c" not in pump.nodes["a"].machine.tip.members)
-    return pump, pump.nodes["a"].machine.tip
+    pump.run(400.0, lambda: "c" not in pump.tip_of("a").members)
+    return pump, pump.tip_of("a")
 
 
 def test_an_expert_that_fits_nowhere_survives_rounds_frozen_and_goes_to_a_joiner() -> None:
@@ -127,22 +127,22 @@ def check_that_it_waits_and_is_trained_again(**rounds) -> None:
     entry = tip.entries[unit]
     assert unit not in pump.rules.schedule.due(tip)
     pump.run_rounds(tip.round + 4, "ab", within_s=400.0)
-    later = pump.nodes["a"].machine.tip
+    later = pump.tip_of("a")
     assert later.entries[unit] == entry
     others = [e.version for name, e in later.entries.items() if name != unit]
     assert min(others) > later.round - 3, "all others are renewed as usual"
     join(pump, "d", via="a")
-    pump.run(pump.now + 100, lambda: "d" in pump.nodes["a"].machine.tip.members)
-    assert pump.nodes["a"].machine.tip.owners[waiting] == ("d",)
-    pump.run(pump.now + 100, lambda: pump.nodes["a"].machine.tip.entries[unit] != entry)
-    assert pump.nodes["a"].machine.tip.entries[unit].source == "d"
+    pump.run(pump.now + 100, lambda: "d" in pump.tip_of("a").members)
+    assert pump.tip_of("a").owners[waiting] == ("d",)
+    pump.run(pump.now + 100, lambda: pump.tip_of("a").entries[unit] != entry)
+    assert pump.tip_of("a").entries[unit].source == "d"
 
 
 def test_a_member_whose_room_has_grown_gets_the_expert_that_waits() -> None:
     pump, tip = rounds_of({"a": 3, "b": 2})
     pump.rooms["b"] = 4
     pump.run_rounds(tip.round + 2, "ab")
-    tip = pump.nodes["a"].machine.tip
+    tip = pump.tip_of("a")
     assert not tip.ownerless
     assert "b has room for 4 experts now, had 2" in "\n".join(
         reason for manifest in pump.nodes["a"].applied for reason in manifest.reasons
@@ -160,9 +160,9 @@ def test_a_reform_gives_nobody_more_than_fits_it() -> None:
     pump.run_rounds(1)
     pump.kill("b")
     pump.kill("c")
-    reformed = pump.run(4000.0, lambda: pump.nodes["a"].machine.tip.kind is Kind.REFORM)
+    reformed = pump.run(4000.0, lambda: pump.tip_of("a").kind is Kind.REFORM)
     assert reformed
-    assert load_of(pump.nodes["a"].machine.tip.owners) == {"a": 3}
+    assert load_of(pump.tip_of("a").owners) == {"a": 3}
     pump.run_rounds(4, "a", within_s=400.0)
 
 

@@ -10,7 +10,7 @@ from swarm.protocol.messages.events import Topic
 from swarm.protocol.rounds.withholding import LEFT_OUT_ROUNDS, left_out_after
 from swarm.protocol.timing.deadlines import Timers
 from swarm.protocol.values.manifest import Kind, Manifest, PeerId
-from tests.protocol.round_pump import Pump, found, last_of, make_rules, others, start_swarm
+from tests.protocol.round_pump import Pump, found, make_rules, start_swarm
 
 RULES = make_rules(parts=8)
 """So that every peer averages a part."""
@@ -57,12 +57,12 @@ def swarm_with_mute(**options: object) -> tuple[Pump, PeerId, list[float]]:
     """The lengths of rounds in a swarm whose last peer serves nobody from round 3 on."""
     pump = start_swarm("ABCDE", RULES, timers=TIMERS, **options)
     pump.run_rounds(2)
-    mute = last_of(pump)
+    mute = pump.last
     pump.refuse_fetch = lambda peer, source, unit: source == mute and peer != mute
     seconds = []
     for number in range(3, 14):
         start = pump.now
-        pump.run_rounds(number, others(pump, mute))
+        pump.run_rounds(number, pump.others(mute))
         seconds.append(pump.now - start)
     return pump, mute, seconds
 
@@ -72,10 +72,10 @@ def test_it_holds_up_one_round_in_nine() -> None:
     assert seconds[0] > TIMERS.reduce_s, "the attack did not even arrive"
     assert max(seconds[1:9]) < TIMERS.reduce_s / 2
     assert sum(each > TIMERS.reduce_s / 2 for each in seconds) == 2, "it is tried again"
-    rounds = [m for m in pump.nodes[others(pump, mute)[0]].applied if m.round > 2]
+    rounds = [m for m in pump.nodes[pump.others(mute)[0]].applied if m.round > 2]
     assert all(mute not in m.contributors for m in rounds)
     assert all(mute in m.members for m in rounds), "it votes on"
-    said = "".join(node.said(Topic.ROUND) for node in pump.nodes.values())
+    said = pump.said(Topic.ROUND)
     assert f"peer {mute} left out: it offered values and served none" in said
 
 
@@ -83,7 +83,7 @@ def test_a_peer_that_falls_silent_is_waited_for_in_the_next_round() -> None:
     """It has died, or is cut off. Its offer after its return counts."""
     pump = start_swarm("ABCDE", RULES, timers=TIMERS)
     pump.run_rounds(2)
-    victim = last_of(pump)
+    victim = pump.last
     lose = pump.lose
     pump.refuse_fetch = lambda peer, source, unit: victim in (source, peer)
     pump.run(
@@ -93,19 +93,19 @@ def test_a_peer_that_falls_silent_is_waited_for_in_the_next_round() -> None:
         ),
     )
     pump.lose = lambda source, destination, message: victim in (source, destination)
-    pump.run_rounds(3, others(pump, victim))
-    assert victim not in pump.nodes[others(pump, victim)[0]].machine.tip.contributors
+    pump.run_rounds(3, pump.others(victim))
+    assert victim not in pump.tip_of(pump.others(victim)[0]).contributors
     pump.lose, pump.refuse_fetch = lose, lambda peer, source, unit: False
     pump.run_rounds(5)
     assert all(not n.machine._withholding.until for n in pump.nodes.values())
-    assert victim in pump.nodes[victim].machine.tip.contributors
+    assert victim in pump.tip_of(victim).contributors
 
 
 def test_one_peer_that_cannot_fetch_from_another_has_no_others_leave_it_out() -> None:
     """It may be cut off from that one, or lie."""
     pump = start_swarm("ABCDE", RULES, timers=TIMERS)
     pump.run_rounds(2)
-    named, alone = pump.nodes["A"].machine.tip.order[-2:]
+    named, alone = pump.order[-2:]
     pump.refuse_fetch = lambda peer, source, unit: (peer, source) == (alone, named)
     pump.run_rounds(4)
     leave_out = {p for p, n in pump.nodes.items() if n.machine._withholding.until}
@@ -115,7 +115,7 @@ def test_one_peer_that_cannot_fetch_from_another_has_no_others_leave_it_out() ->
 def test_a_peer_that_reaches_nobody_leaves_nobody_out() -> None:
     pump = start_swarm("ABCDE", RULES, timers=TIMERS)
     pump.run_rounds(2)
-    alone = last_of(pump)
+    alone = pump.last
     pump.refuse_fetch = lambda peer, source, unit: peer == alone
-    pump.run_rounds(4, others(pump, alone), within_s=200.0)
+    pump.run_rounds(4, pump.others(alone), within_s=200.0)
     assert not pump.nodes[alone].machine._withholding.until

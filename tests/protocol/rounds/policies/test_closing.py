@@ -15,7 +15,7 @@ from swarm.protocol.rounds.policies.roster_deadline import (
     why_close,
 )
 from swarm.protocol.timing.deadlines import Timers
-from tests.protocol.round_pump import make_offer, make_rules, start_swarm, train_times
+from tests.protocol.round_pump import make_offer, make_rules, start_swarm
 
 TIMERS = Timers()
 BUSY = Absent("D", silent_s=1.0, remaining_s=None, worked_s=10.0)
@@ -349,13 +349,13 @@ def test_voters_that_wait_for_nobody_else_go_on_without_a_quorum_of_offers_or_tr
 def test_a_slow_member_counts_where_the_others_train_on_meanwhile(overlaps: bool) -> None:
     """Their offers declare their remaining work. Without overlap they would be idle."""
     pump = start_swarm("ABCD", replace(make_rules(), overlaps=overlaps))
-    train_times(pump, {"A": 10.0, "B": 10.0, "C": 10.0, "D": 18.0})
+    pump.train_times({"A": 10.0, "B": 10.0, "C": 10.0, "D": 18.0})
     pump.offer_of = lambda peer, tip: replace(  # type: ignore[method-assign]
         make_offer(pump.rules, peer, tip), seconds=pump.nodes[peer].train_s
     )
     pump.run_to_height(1)
-    tip = pump.nodes["A"].machine.tip
+    tip = pump.tip_of("A")
     for peer, node in pump.nodes.items():
         pump.give(peer, Expected(tip.digest, node.train_s))
     pump.run_to_height(2)
-    assert pump.nodes["A"].machine.tip.contributors == (*"ABC", *("D" if overlaps else ""))
+    assert pump.tip_of("A").contributors == (*"ABC", *("D" if overlaps else ""))

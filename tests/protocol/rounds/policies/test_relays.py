@@ -24,13 +24,7 @@ from swarm.protocol.rounds.policies.slow_links import (
 )
 from swarm.protocol.rounds.reducer import wanted_ahead
 from swarm.protocol.values.digests import digest_of
-from tests.protocol.round_pump import (
-    Pump,
-    found,
-    make_offer,
-    make_rules,
-    start_swarm,
-)
+from tests.protocol.round_pump import Pump, found, make_offer, make_rules, start_swarm
 
 PEERS = ascii_letters[:40]
 UPLINKS = {peer: 10 * (1 + place) for place, peer in enumerate(PEERS)}
@@ -157,7 +151,7 @@ def test_a_proposal_is_fetched_from_relays_before_the_writer(pump: Pump) -> None
         if expert_of_unit(want.unit) is not None
     ]
     assert wants
-    entries = pump.nodes[PEERS[0]].machine.tip.entries
+    entries = pump.tip_of(PEERS[0]).entries
     places = [want.sources.index(entries[want.unit].source) for _, want in wants]
     assert sum(place > 0 for place in places) > len(places) / 2
     assert max(places) <= RELAYS

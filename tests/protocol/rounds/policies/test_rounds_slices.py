@@ -118,15 +118,15 @@ def test_a_silent_peer_keeps_its_experts_for_a_cycle_and_its_seat_for_three() ->
     pump.run_rounds(1)
     pump.kill("C")
     pump.run_rounds(1 + PERIOD, "AB", within_s=200.0)
-    tip = pump.nodes["A"].machine.tip
+    tip = pump.tip_of("A")
     assert tip.members["C"].silent == PERIOD
     assert any("C" in owners for owners in tip.owners.values())
     pump.run_rounds(2 + PERIOD, "AB", within_s=200.0)
-    assert not any("C" in owners for owners in pump.nodes["A"].machine.tip.owners.values())
+    assert not any("C" in owners for owners in pump.tip_of("A").owners.values())
     pump.run_rounds(1 + 3 * PERIOD, "AB", within_s=600.0)
-    assert "C" in pump.nodes["A"].machine.tip.members
+    assert "C" in pump.tip_of("A").members
     pump.run_rounds(2 + 3 * PERIOD, "AB", within_s=200.0)
-    assert "C" not in pump.nodes["A"].machine.tip.members
+    assert "C" not in pump.tip_of("A").members
 
 
 def test_experts_of_a_vanished_owner_are_renewed_by_the_next_as_soon_as_it_has_them() -> None:
@@ -134,7 +134,7 @@ def test_experts_of_a_vanished_owner_are_renewed_by_the_next_as_soon_as_it_has_t
     pump.run_rounds(1)
     pump.kill("C")
     pump.run_rounds(3 + 2 * PERIOD, "AB", within_s=400.0)
-    tip = pump.nodes["A"].machine.tip
+    tip = pump.tip_of("A")
     assert all(tip.round - entry.version <= PERIOD for entry in tip.entries.values())
 
 
