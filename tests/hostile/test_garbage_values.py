@@ -145,15 +145,13 @@ def pump_with_a_liar() -> Judging:
 
 def test_garbage_is_left_out_of_every_round_at_once() -> None:
     pump = pump_with_a_liar()
-    start = pump.now
-    pump.run_rounds(8, within_s=400.0)
+    assert pump.run_rounds(8, within_s=400.0) / 6 < 15.0, "even where the liar convenes"
     assert pump.garbage
     for manifest in pump.nodes["A"].applied:
         assert not pump.garbage & {entry.digest for entry in manifest.entries.values()}
         assert ("D" in manifest.contributors) == (manifest.round <= 2)
     said = pump.said(Topic.ROUND)
     assert f"refuses its values: {IMPLAUSIBLE}" in said
-    assert (pump.now - start) / 6 < 15.0, "even where the liar convenes"
     waits = [float(wait) for wait in re.findall(r"peer D left out after ([\d.]+) s", said)]
     assert waits
     assert max(waits) < pump.timers.poll_s / 2, "the refusal itself closes the roster again"

@@ -272,21 +272,25 @@ class Pump:
         assert is_there
         return next(e.manifest for e in effects[before:] if isinstance(e, events.Sync))
 
-    def run_to_height(self, height: int, peers: str = "", *, within_s: float = 100.0) -> None:
-        """Runs until these peers (all, by default) have reached a height."""
+    def run_to_height(self, height: int, peers: str = "", *, within_s: float = 100.0) -> float:
+        """Runs until these peers (all, by default) have reached a height. Returns seconds."""
+        began_s = self.now
         wanted = [self.nodes[peer] for peer in peers or self.nodes]
         reached = self.run(
             self.now + within_s, lambda: all(n.machine.tip.height >= height for n in wanted)
         )
         assert reached, {p: (n.machine.tip.height, n.machine.reason) for p, n in self.nodes.items()}
+        return self.now - began_s
 
-    def run_rounds(self, rounds: int, peers: str = "", *, within_s: float = 100.0) -> None:
-        """Runs until these peers (all, by default) have seen a number of training rounds."""
+    def run_rounds(self, rounds: int, peers: str = "", *, within_s: float = 100.0) -> float:
+        """Runs until these peers (all, by default) have seen so many rounds. Returns seconds."""
+        began_s = self.now
         wanted = [self.nodes[peer] for peer in peers or self.nodes]
         reached = self.run(
             self.now + within_s, lambda: all(n.machine.tip.round >= rounds for n in wanted)
         )
         assert reached, {p: (n.machine.tip.round, n.machine.reason) for p, n in self.nodes.items()}
+        return self.now - began_s
 
     def train_times(self, seconds: Mapping[PeerId, float] | float) -> None:
         """Sets how long the local steps of these (or of all) peers take from the next round on."""
