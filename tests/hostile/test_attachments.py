@@ -5,47 +5,23 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-
-import pytest
 
 from swarm.network.blobs.blob_store import BlobStore
 from swarm.network.wire.ledger import LIMITS, Cost
 from swarm.protocol.messages.message_bytes import encode
-from swarm.protocol.messages.messages import (
-    Ballot,
-    Commit,
-    Header,
-    Message,
-    Ready,
-    Roster,
-    ready_statement,
-)
+from swarm.protocol.messages.messages import Ballot, Commit, Header, Message, Roster
 from swarm.protocol.messages.signatures import MAX_STRANGER_PROOF_BYTES
 from swarm.protocol.values.digests import digest_of
-from swarm.protocol.values.manifest import Manifest
-from tests.hostile.victim import RUN, Victim, post
+from tests.hostile.victim import RUN, Victim, post, signed_ready
 from tests.network.conftest import Peers
-from tests.protocol.round_pump import found, make_offer, make_rules
+from tests.protocol.round_pump import found, header_of, make_offer, make_rules
 
 OFFERS = 40
 OFFER_BYTES = 2**18
 """Smaller than the two megabytes that an offer may have, so that the test is quick."""
 COMMITS = 40
 RULES = make_rules()
-
-
-@pytest.fixture
-def peers(tmp_path: Path) -> Iterator[Peers]:
-    started = Peers(tmp_path)
-    yield started
-    started.stop()
-
-
-def header_of(tip: Manifest) -> Header:
-    return Header(tip.code, tip.digest, tip.generation)
 
 
 def naming(store: BlobStore, header: Header, message: Message, num_bytes: int) -> bytes:
@@ -60,9 +36,8 @@ def naming(store: BlobStore, header: Header, message: Message, num_bytes: int) -
 
 
 def test_a_roster_of_a_stranger_brings_no_byte_of_what_it_names(
-    peers: Peers, tmp_path: Path
+    peers: Peers, victim: Victim
 ) -> None:
-    victim = Victim(peers, tmp_path / "victim")
     store = BlobStore()
     attacker = peers.serving(store)
     tip = replace(found(RULES, [victim.node.peer_id]), run=RUN)
@@ -79,9 +54,8 @@ def test_a_roster_of_a_stranger_brings_no_byte_of_what_it_names(
 
 
 def test_commits_of_a_stranger_cost_two_megabytes_at_once_and_no_disk(
-    peers: Peers, tmp_path: Path
+    peers: Peers, victim: Victim
 ) -> None:
-    victim = Victim(peers, tmp_path / "victim")
     store = BlobStore()
     attacker = peers.serving(store)
     member = peers.serving(sent := BlobStore())
@@ -99,10 +73,9 @@ def test_commits_of_a_stranger_cost_two_megabytes_at_once_and_no_disk(
     assert victim.store.num_bytes == len(victim.store) == 0, "nothing on disk"
     assert len(victim.transfers.aside.store) == 0, "nothing in memory"
     assert victim.received_from(attacker) == 0
-    ready = Ready(Ballot(0, victim.node.peer_id), make_offer(RULES, member.peer_id, tip), None, 1.0)
-    statement = ready_statement(RUN, tip.digest, ready.declared.declaration)
-    signature = member.identity.sign(statement)
-    payload, attachments = encode(header_of(tip), replace(ready, signature=signature))
+    offer = make_offer(RULES, member.peer_id, tip)
+    ready = signed_ready(member, RUN, tip, offer=offer, to=victim.node.peer_id)
+    payload, attachments = encode(header_of(tip), ready)
     for digest, blob in attachments.items():
         sent.put(blob, digest)
     assert post(member, victim, payload) == 1

@@ -22,7 +22,6 @@ from swarm.protocol.messages.messages import (
     MAX_ATTEMPT,
     Accepted,
     Ballot,
-    Header,
     Message,
     Offer,
     Prepare,
@@ -32,21 +31,19 @@ from swarm.protocol.messages.messages import (
 )
 from swarm.protocol.rounds.acceptor import LEAP, attempt_problem
 from swarm.protocol.values.manifest import Member
-from tests.protocol.round_pump import Pump, found, in_training, make_rules
+from tests.protocol.round_pump import Pump, found, header_of, in_training, make_rules
 
 LAST = 2**31
+FIRST = found(make_rules(), ["A", "B"], run="run-1")
 
 
 def liar_and_honest(pump: Pump) -> tuple[str, str]:
     """A member that does not convene the next height, and all others."""
-    order = next(iter(pump.nodes.values())).machine.tip.order
-    return order[-1], "".join(order[:-1])
+    return pump.last, pump.others(pump.last)
 
 
 def tell(pump: Pump, liar: str, honest: str, message: Message) -> None:
-    tip = pump.tip_of(liar)
-    header = Header(tip.code, tip.digest, tip.generation)
-    encoded, blobs = encode(header, message)
+    encoded, blobs = encode(header_of(pump.tip_of(liar)), message)
     for peer in honest:
         pump.give(peer, Received(liar, *decode(encoded, blobs)))
 
@@ -96,10 +93,9 @@ def test_the_same_every_second_stops_nobody_either() -> None:
 def test_two_members_that_fail_after_each_other_are_followed_wherever_they_are() -> None:
     """A peer that was away during thousands of attempts believes the second member's report."""
     pump = in_training("ABCD")
-    order = pump.order
-    back, first, second = order[3], order[0], order[1]
+    first, second, _, back = pump.order
     machine = pump.nodes[back].machine
-    header = Header(machine.tip.code, machine.tip.digest, machine.tip.generation)
+    header = header_of(machine.tip)
     far = 5 * LEAP
     machine.handle(Received(first, header, Prepare(Ballot(far, first))), pump.now)
     assert machine.record.promised is None
@@ -129,7 +125,7 @@ def test_nobody_goes_beyond_the_bound_that_receivers_check() -> None:
     machine._standing.persist_promise(Ballot(MAX_ATTEMPT, "C"))
     machine._takeover.take_over("nobody convenes")
     assert machine._succession.campaign is None
-    header = Header(machine.tip.code, machine.tip.digest, machine.tip.generation)
+    header = header_of(machine.tip)
     decode(*encode(header, Prepare(Ballot(MAX_ATTEMPT, "A"))))
     beyond, _ = encode(header, Prepare(Ballot(MAX_ATTEMPT + 1, "A")))
     with pytest.raises(BadMessage, match="attempt"):
@@ -141,22 +137,20 @@ def test_nobody_goes_beyond_the_bound_that_receivers_check() -> None:
 def test_a_record_beyond_the_bound_is_repaired_and_its_peer_abstains(
     tmp_path: Path, caplog, attempt: int, has_voted: bool
 ) -> None:
-    tip = replace(found(make_rules(), ["A", "B"]), run="run-1")
     ballot = Ballot(attempt, "A")
-    written = Record(tip, None, None, ballot, Accepted(ballot, tip) if has_voted else None)
+    written = Record(FIRST, None, None, ballot, Accepted(ballot, FIRST) if has_voted else None)
     file = RecordFile(tmp_path / "record")
     file.write(written)
     read = file.read()
-    assert read == Record(tip, None, None, None, None, abstain_until_height=tip.height + 1)
+    assert read == Record(FIRST, None, None, abstain_until_height=FIRST.height + 1)
     assert "beyond the bound" in caplog.text
     file.write(read)
     assert file.read() == read, "and is valid from then on"
 
 
 def test_an_abstention_that_goes_further_is_kept(tmp_path: Path) -> None:
-    tip = replace(found(make_rules(), ["A", "B"]), run="run-1")
     file = RecordFile(tmp_path / "record")
-    file.write(Record(tip, None, None, Ballot(LAST + 1, "A"), None, abstain_until_height=9))
+    file.write(Record(FIRST, None, None, Ballot(LAST + 1, "A"), None, abstain_until_height=9))
     read = file.read()
     assert read and read.abstain_until_height == 9
 
@@ -166,23 +160,21 @@ def test_an_abstention_that_goes_further_is_kept(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("count", [MAX_COUNT + 1, 10**400, -1])
 def test_a_manifest_whose_counts_nobody_could_pass_on_is_refused(field: str, count: int) -> None:
-    manifest = replace(found(make_rules(), ["A", "B"]), run="run-1")
-    foreign_manifest(manifest.encoded)
-    unit, entry = next(iter(manifest.entries.items()))
+    foreign_manifest(FIRST.encoded)
+    unit, entry = next(iter(FIRST.entries.items()))
     changes = {
-        "member": {"members": {**manifest.members, "A": Member(count, 1.0)}},
-        "entry": {"entries": {**manifest.entries, unit: replace(entry, version=count)}},
+        "member": {"members": {**FIRST.members, "A": Member(count, 1.0)}},
+        "entry": {"entries": {**FIRST.entries, unit: replace(entry, version=count)}},
         "work": {"work": {"A": count}},
         "lineage": {"lineage": ((count, (1, "0a")),)},
     }.get(field, {field: count})
     with pytest.raises(BadManifest):
-        foreign_manifest(replace(manifest, **changes).encoded)
+        foreign_manifest(replace(FIRST, **changes).encoded)
 
 
 @pytest.mark.parametrize("capacity", ["NaN", "Infinity", "-1.0", "1e300"])
 def test_a_member_without_a_plausible_capacity_is_refused(capacity: str) -> None:
-    manifest = replace(found(make_rules(), ["A", "B"]), run="run-1")
-    marked = replace(manifest, members={**manifest.members, "A": Member(0, 0.123)}).encoded
+    marked = replace(FIRST, members={**FIRST.members, "A": Member(0, 0.123)}).encoded
     assert marked.count(b"0.123") == 1
     with pytest.raises(BadManifest):
         foreign_manifest(marked.replace(b"0.123", capacity.encode()))

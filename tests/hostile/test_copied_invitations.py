@@ -12,11 +12,11 @@ from swarm.emulation.local_swarm import LocalSwarm
 from swarm.network.node.node import Node
 from swarm.network.runs.signed_invitations import credential_for, invite
 from swarm.protocol.messages.message_bytes import encode
-from swarm.protocol.messages.messages import Ballot, Header, Ready, ready_statement
 from swarm.protocol.values.invitation import Credential, PrivateInvitation, credential_of
 from tests.hostile.forger import Forger, forger
-from tests.hostile.victim import RUN, Victim, post, wait_until
+from tests.hostile.victim import RUN, Victim, post, signed_ready, wait_until
 from tests.network.conftest import Peers
+from tests.protocol.round_pump import header_of
 from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, read_record, rounds, write_run
 
 Steal = Callable[[PrivateInvitation, Node, Node], Credential]
@@ -49,18 +49,14 @@ def of_another_run(private: PrivateInvitation, guest: Node, thief: Node) -> Cred
 
 def say_ready(sender: Node, victim: Victim, credential: Credential) -> None:
     tip = victim.chain.tip
-    ready = Ready(Ballot(0, victim.node.peer_id), None, None, 1.0, credential=credential)
-    statement = ready_statement(RUN, tip.digest, ready.declared.declaration)
-    ready = replace(ready, signature=sender.identity.sign(statement))
-    header = Header(tip.code, tip.digest, tip.generation)
-    post(sender, victim, encode(header, ready)[0])
+    ready = signed_ready(sender, RUN, tip, to=victim.node.peer_id, credential=credential)
+    post(sender, victim, encode(header_of(tip), ready)[0])
 
 
 @pytest.mark.parametrize("steal", [whole, signed_by_the_thief, renamed, of_another_run])
 def test_a_live_peer_refuses_what_a_thief_has_copied(
-    peers: Peers, tmp_path: Path, steal: Steal
+    peers: Peers, victim: Victim, steal: Steal
 ) -> None:
-    victim = Victim(peers, tmp_path / "victim")
     guest, thief = peers.node(), peers.node()
     private = invite(victim.node.identity, RUN, uses=9, last_round=9)
     say_ready(guest, victim, credential_for(private, guest.identity))
@@ -106,7 +102,6 @@ def test_a_thief_gets_no_vote_and_is_no_anchor_in_a_run_of_real_peers(tmp_path: 
 def ask_to_join(liar: Forger, credential: Credential) -> None:
     """Sends each member a READY that is right except for the credential."""
     tip = liar.look()
-    ready = Ready(Ballot(0, liar.node.peer_id), None, None, 1.0, credential=credential)
-    statement = ready_statement(liar.run.run, tip.digest, ready.declared.declaration)
-    ready = replace(ready, signature=liar.node.identity.sign(statement))
-    liar.say(Header(tip.code, tip.digest, tip.generation), ready)
+    me = liar.node
+    ready = signed_ready(me, liar.run.run, tip, to=me.peer_id, credential=credential)
+    liar.say(header_of(tip), ready)

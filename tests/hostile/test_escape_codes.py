@@ -27,10 +27,11 @@ from peers.command_line.command import (
 from peers.command_line.options import program
 from peers.doctor import line_of
 from swarm.errors import BadMessage, SwarmError
-from swarm.monitor.snapshot import Sighting, snapshot_of
+from swarm.monitor.snapshot import Sighting
 from swarm.monitor.terminal import render
 from swarm.protocol.messages.message_bytes import decode
 from swarm.protocol.records.printable import MAX_CHARACTERS, printable
+from tests.monitor.small_swarm import project
 from tests.peer_records import peer_record
 
 WAIT_S = 60.0
@@ -94,9 +95,8 @@ def test_a_traceback_forges_no_line(formatter: logging.Formatter) -> None:
 def key_named(key: str) -> bytes:
     """A message with an unknown key."""
     header = {"code": [[0, []]], "tip": "0" * 64, "generation": "0"}
-    return json.dumps(
-        {"header": header, "message": {"type": "hello", "ask": True, key: 1}}
-    ).encode()
+    message = {"type": "hello", "ask": True, key: 1}
+    return json.dumps({"header": header, "message": message}).encode()
 
 
 @pytest.fixture
@@ -114,9 +114,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
 def test_an_unknown_key_in_a_message_shows_as_escapes(log: io.StringIO) -> None:
     with pytest.raises(BadMessage) as raised:
         decode(key_named(EVERYTHING[:-1]), {})
-    logging.getLogger("swarm.network.rounds.inbound").warning(
-        "from=%s refused: %s", "abc", raised.value
-    )
+    logging.getLogger("swarm.x").warning("from=%s refused: %s", "abc", raised.value)
     assert "\\x1b[2J" in log.getvalue()
     assert_harmless(log.getvalue())
 
@@ -155,12 +153,8 @@ def test_the_terminal_monitor_shows_escapes() -> None:
     hostile = peer_record(
         "QmA", name=EVERYTHING, reason=EVERYTHING, refused={EVERYTHING: 1}, generation=EVERYTHING
     )
-    peers = {
-        "QmA": hostile,
-        "QmB": dataclasses.replace(hostile, peer_id="QmB", state=hostile.state),
-    }
-    snapshot = snapshot_of(Sighting(EVERYTHING, EVERYTHING, peers, {}, {}, None))
-    assert snapshot
+    peers = {"QmA": hostile, "QmB": dataclasses.replace(hostile, peer_id="QmB")}
+    snapshot = project(Sighting(EVERYTHING, EVERYTHING, peers, {}, {}, None))
     console = Console(width=200, height=60, record=True, file=io.StringIO())
     console.print(render(snapshot, width=200, height=60))
     shown = console.export_text(styles=False)

@@ -28,11 +28,6 @@ def crowd() -> list[Stranger]:
     return strangers(40)
 
 
-@pytest.fixture(scope="module")
-def joiner(lasting_peers: Peers, lonely: Lonely) -> Node:
-    return lasting_peers.node()
-
-
 @pytest.fixture(autouse=True)
 def announced(lonely: Lonely, joiner: Node) -> None:
     """The true run is in the DHT, and no peer announces it directly."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.monitor.snapshot import Sighting, snapshot_of
+from swarm.monitor.snapshot import Sighting
 from swarm.network.node.node import Node
 from swarm.network.runs.run_records import fetch_records
 from swarm.protocol.records.records import (
@@ -21,7 +21,7 @@ from swarm.protocol.records.records import (
 )
 from swarm.protocol.values.manifest import Manifest, PeerId
 from tests.hostile.false_records import WAIT_S, Stranger, store, strangers
-from tests.network.conftest import Peers
+from tests.monitor.small_swarm import project
 from tests.network.runs.test_observer import Lonely
 from tests.peer_records import peer_record
 from tests.protocol.round_pump import found, make_rules
@@ -29,11 +29,6 @@ from tests.protocol.round_pump import found, make_rules
 RUN, ROUNDS = "run-1", 12
 EARLIER = "cd" * 32
 FALSE = 0.001
-
-
-@pytest.fixture(scope="module")
-def joiner(lasting_peers: Peers, lonely: Lonely) -> Node:
-    return lasting_peers.node()
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +75,7 @@ def test_a_record_of_the_last_round_there_is_changes_no_curve_and_no_card(
     heard = joiner.run(fetch_records(joiner, ValidationRecord, validation_keys(RUN)), WAIT_S)
     assert heard == records, "the lie has arrived"
     told = told_losses(heard, tip).until(tip)
-    shown = snapshot_of(Sighting(RUN, "demo", {liar: peer_record(liar)}, {}, heard, tip))
-    assert shown is not None
+    shown = project(Sighting(RUN, "demo", {liar: peer_record(liar)}, {}, heard, tip))
     for curve in (told, shown.losses):
         assert {n: loss for n, loss in curve if n not in own} == {
             n: loss_of(n) for n in range(1, ROUNDS + 1) if n not in own

@@ -6,7 +6,6 @@ A peer that made it by mistake learns so, and continues.
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,7 +44,7 @@ from swarm.protocol.values.updates import IMPLAUSIBLE, StepBound, UpdateBound
 from swarm.train.engine.resident import ResidentEngine
 from tests.network.conftest import Peers
 from tests.peer.adopting import adopt_into, offered_values
-from tests.protocol.round_pump import Node, Pump, found, make_rules, name
+from tests.protocol.round_pump import Node, Pump, make_rules, name, start_swarm
 from tests.scenarios.swarms import ROUND_S, finish, peer_id, write_run
 from tests.train.runs import tiny_run
 
@@ -103,8 +102,8 @@ GARBAGE = "garbage"
 class Judging(Pump):
     """A pump with sound and garbage values, in which values with a bound are checked."""
 
-    def __init__(self, rules: Rules, **options: float) -> None:
-        super().__init__(rules, **options)  # type: ignore[arg-type]
+    def __init__(self, rules: Rules) -> None:
+        super().__init__(rules)
         self.garbage: set[str] = set()
 
     def offer_of(self, peer: str, tip: Manifest) -> Offer:
@@ -134,13 +133,9 @@ class Judging(Pump):
 def pump_with_a_liar() -> Judging:
     """Four peers, in their third round, from which on D offers garbage."""
     rules = replace(make_rules(experts=8), step_bound=StepBound(0.001, 0.0))
-    pump, founding = Judging(rules), found(rules, list("ABCD"))
-    for peer in "ABCD":
-        pump.add(peer, founding)
-    for peer in "ABCD":
-        pump.boot(peer)
+    pump = start_swarm("ABCD", rules, kind=Judging)
     pump.run_rounds(2)
-    return pump
+    return cast(Judging, pump)
 
 
 def test_garbage_is_left_out_of_every_round_at_once() -> None:
@@ -153,18 +148,10 @@ def test_garbage_is_left_out_of_every_round_at_once() -> None:
     said = pump.said(Topic.ROUND)
     assert f"refuses its values: {IMPLAUSIBLE}" in said
     waits = [float(wait) for wait in re.findall(r"peer D left out after ([\d.]+) s", said)]
-    assert waits
-    assert max(waits) < pump.timers.poll_s / 2, "the refusal itself closes the roster again"
+    assert waits and max(waits) < pump.timers.poll_s / 2, "the refusal itself closes the roster"
 
 
 # ---------------------------------------------------------------- real nodes
-
-
-@pytest.fixture
-def peers(tmp_path: Path) -> Iterator[Peers]:
-    started = Peers(tmp_path)
-    yield started
-    started.stop()
 
 
 def test_a_fetched_update_is_judged_and_so_is_one_that_was_smuggled_in(peers: Peers) -> None:

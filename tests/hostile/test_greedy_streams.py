@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from swarm.network.blobs.blob_store import BlobStore
 from swarm.network.fetch.bulk import HEAD_BYTES, PROTOCOL, Ask, Head, Status
@@ -17,10 +14,10 @@ from swarm.network.node.node import Node
 from swarm.network.wire.ledger import LIMITS, Cost
 from swarm.network.wire.streams import receive_into
 from swarm.protocol.messages.message_bytes import encode
-from swarm.protocol.messages.messages import Header, Hello
+from swarm.protocol.messages.messages import Hello
 from tests.hostile.victim import WAIT_S, Victim, post, wait_until
 from tests.network.conftest import Peers
-from tests.protocol.round_pump import found, make_rules
+from tests.protocol.round_pump import found, header_of, make_rules
 
 MIB = 2**20
 GREEDY = 8
@@ -28,20 +25,12 @@ HELLOS = 600
 UPLINK_MBIT = 50.0
 """The contended rate. Any machine that runs the tests is faster."""
 TIP = found(make_rules(), ["A", "B"])
-HELLO, _ = encode(Header(TIP.code, TIP.digest, TIP.generation), Hello(ask=False))
-
-
-@pytest.fixture
-def peers(tmp_path: Path) -> Iterator[Peers]:
-    started = Peers(tmp_path)
-    yield started
-    started.stop()
+HELLO, _ = encode(header_of(TIP), Hello(ask=False))
 
 
 def test_a_flood_of_messages_is_dropped_unread_and_members_are_heard(
-    peers: Peers, tmp_path: Path
+    peers: Peers, victim: Victim
 ) -> None:
-    victim = Victim(peers, tmp_path / "victim")
     attacker, member = peers.node(), peers.node()
     victim.ledger.admit([member.peer_id])
     began_s = time.monotonic()
@@ -79,12 +68,7 @@ def test_greedy_streams_get_less_than_the_members_that_they_compete_with(
 ) -> None:
     greedy = random.Random(0).randbytes(4 * MIB)
     theirs: set[str] = set()
-    victim = Victim(
-        peers,
-        tmp_path / "victim",
-        is_apart=lambda digest: digest in theirs,
-        uplink_mbit=UPLINK_MBIT,
-    )
+    victim = Victim(peers, tmp_path / "victim", theirs.__contains__, UPLINK_MBIT)
     theirs.add(digest := victim.store.put(greedy))
     attacker, member = peers.node(), peers.node()
     victim.ledger.admit([member.peer_id])
@@ -93,17 +77,12 @@ def test_greedy_streams_get_less_than_the_members_that_they_compete_with(
         blob = random.Random(seed).randbytes(MIB)
         wants.append(Want(victim.store.put(blob), len(blob), (victim.node.peer_id,)))
     busy: list[bytes] = []
-    attack = [
-        asyncio.run_coroutine_threadsafe(
-            be_greedy(attacker, victim.node, digest, busy), attacker.loop
-        )
-        for _ in range(GREEDY)
-    ]
+    streams = (be_greedy(attacker, victim.node, digest, busy) for _ in range(GREEDY))
+    attack = [asyncio.run_coroutine_threadsafe(each, attacker.loop) for each in streams]
     traffic = victim.node.traffic
-
     wait_until(lambda: traffic.moments_bytes_sent > 2 * MIB)
-    downloads = Downloads(member, BlobStore())
-    fetching = asyncio.run_coroutine_threadsafe(fetch(downloads, wants), member.loop)
+    fetch = Downloads(member, BlobStore()).fetch(wants, on_failure=lambda *_: None)
+    fetching = asyncio.run_coroutine_threadsafe(fetch, member.loop)
     wait_until(lambda: traffic.blob_bytes_sent > 0)
     before = traffic.moments_bytes_sent
     fetching.result(WAIT_S)
@@ -112,7 +91,3 @@ def test_greedy_streams_get_less_than_the_members_that_they_compete_with(
     assert len(busy) == GREEDY - LIMITS[Cost.STREAMS].stranger.most
     for stream in attack:
         stream.cancel()
-
-
-async def fetch(downloads: Downloads, wants: list[Want]) -> None:
-    await downloads.fetch(wants, check=None, on_blob=lambda _: None, on_failure=lambda *_: None)

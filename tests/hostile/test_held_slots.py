@@ -50,18 +50,6 @@ MISSING = Ask("00" * 32, 0, 1, False).encode()
 BLOB = bytes(range(256)) * 1000
 
 
-@pytest.fixture
-def peers(tmp_path: Path) -> Iterator[Peers]:
-    started = Peers(tmp_path)
-    yield started
-    started.stop()
-
-
-@pytest.fixture
-def victim(peers: Peers, tmp_path: Path) -> Victim:
-    return Victim(peers, tmp_path / "victim")
-
-
 @dataclass(frozen=True)
 class Door:
     """A port for blobs, and its owner."""

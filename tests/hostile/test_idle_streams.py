@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -23,13 +21,6 @@ from tests.network.conftest import Peers
 ATTEMPTS = 24
 """Streams of each of two keys, through one relay."""
 STREAMS = LIMITS[Cost.STREAMS]
-
-
-@pytest.fixture
-def peers(tmp_path: Path) -> Iterator[Peers]:
-    started = Peers(tmp_path)
-    yield started
-    started.stop()
 
 
 async def open_idle(attacker: Node, relay: Node | None, victim: Node) -> list[socket.socket]:
@@ -58,9 +49,8 @@ async def ended(connection: socket.socket) -> None:
 
 
 def test_a_relay_is_served_while_strangers_hold_all_the_streams_they_get_through_it(
-    peers: Peers, tmp_path: Path
+    peers: Peers, victim: Victim
 ) -> None:
-    victim = Victim(peers, tmp_path / "victim")
     blob = bytes(range(256)) * 1000
     digest = victim.store.put(blob)
     relay, first, second = peers.serving(), peers.node(), peers.node()
@@ -85,11 +75,10 @@ def test_a_relay_is_served_while_strangers_hold_all_the_streams_they_get_through
 
 @pytest.mark.parametrize("is_relayed", [False, True])
 def test_an_idle_stream_ends_soon_and_gives_back_what_it_held(
-    peers: Peers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_relayed: bool
+    peers: Peers, victim: Victim, monkeypatch: pytest.MonkeyPatch, is_relayed: bool
 ) -> None:
     monkeypatch.setattr(blob_server, "FIRST_ASK_S", 0.3)
     monkeypatch.setattr(relays, "FIRST_BYTES_S", 0.3)
-    victim = Victim(peers, tmp_path / "victim")
     relay = peers.serving() if is_relayed else None
     attacker = peers.node()
 

@@ -172,6 +172,10 @@ def usurped(forge: Forge, *, one_is_away: bool = False) -> tuple[Pump, str, list
     return pump, forger, votes
 
 
+def reasons_of(pump: Pump, peers: str) -> str:
+    return "".join(reason.text for peer in peers for reason in pump.nodes[peer].reasons)
+
+
 @pytest.mark.parametrize("forge", INVENTIONS)
 def test_nobody_votes_for_work_that_nobody_has_put_its_name_to(forge: Forge) -> None:
     found: list[str | None] = []
@@ -183,25 +187,22 @@ def test_nobody_votes_for_work_that_nobody_has_put_its_name_to(forge: Forge) -> 
         return lie
 
     pump, forger, votes = usurped(noted, one_is_away=True)
-    honest = "".join(sorted(pump.nodes.keys() - forger))
+    honest = pump.others(forger)
     pump.run_to_height(5, honest, within_s=400.0)
     assert found and found[0] is None
     assert not [vote for vote in votes if isinstance(vote, Accept) and vote.ballot.attempt == 0]
-    refusals = "".join(reason.text for peer in honest for reason in pump.nodes[peer].reasons)
-    assert f"PROPOSE from {forger}" in refusals
+    assert f"PROPOSE from {forger}" in reasons_of(pump, honest)
 
 
 @pytest.mark.parametrize("forge", FORGERIES)
 def test_nobody_votes_for_members_and_owners_that_do_not_follow(forge: Forge) -> None:
     pump, forger, votes = usurped(forge)
-    honest = "".join(sorted(pump.nodes.keys() - forger))
+    honest = pump.others(forger)
     pump.run_to_height(5, honest, within_s=400.0)
     assert not votes
     for peer in honest:
-        applied = pump.nodes[peer].applied
-        assert all(set(manifest.members) >= set(honest) for manifest in applied)
-    refusals = "".join(reason.text for peer in honest for reason in pump.nodes[peer].reasons)
-    assert "PROPOSE from" in refusals
+        assert all(m.members.keys() >= set(honest) for m in pump.nodes[peer].applied)
+    assert "PROPOSE from" in reasons_of(pump, honest)
 
 
 def test_who_leaves_on_wish_says_so_under_its_own_key(tmp_path: Path) -> None:
@@ -214,13 +215,14 @@ def test_who_leaves_on_wish_says_so_under_its_own_key(tmp_path: Path) -> None:
         "another tip": (leaver, leave_statement(run, name("before"))),
     }
     header = Header(((1, ()),), tip, "0")
+    first = in_training("A", RULES, height=1).tip_of("A")
 
     def signed(ready: Ready, signer: Identity) -> Ready:
         statement = ready_statement(run, tip, ready.declared.declaration)
         return replace(ready, signature=signer.sign(statement))
 
     def messages(wish: Wish) -> list[tuple[Message, str]]:
-        manifest = replace(pump_tip(), parent=tip, wishes={leaver.peer_id: wish})
+        manifest = replace(first, parent=tip, wishes={leaver.peer_id: wish})
         ballot = Ballot(1, other.peer_id)
         return [
             (signed(Ready(ballot, None, None, 1.0, leave=True, wish=wish), leaver), leaver.peer_id),
@@ -238,11 +240,6 @@ def test_who_leaves_on_wish_says_so_under_its_own_key(tmp_path: Path) -> None:
 
 def wish_of(signer: Identity, statement: bytes) -> Wish:
     return b64encode(signer.sign(statement)).decode()
-
-
-def pump_tip() -> Manifest:
-    pump = in_training("A", RULES, height=1)
-    return pump.tip_of("A")
 
 
 def test_a_wish_of_somebody_that_stays_is_refused() -> None:
@@ -263,9 +260,8 @@ def test_a_convener_that_takes_votes_and_announces_nothing_is_replaced() -> None
     pump = in_training("ABCD", RULES)
     forger = pump.first
     pump.nodes[forger].machine._proposer.__class__ = Silent
-    honest = "".join(sorted(pump.nodes.keys() - forger))
+    honest = pump.others(forger)
     height = pump.tip_of(honest[0]).height
     took_s = pump.run_to_height(height + 1, honest, within_s=200.0)
     assert took_s < pump.timers.attempt_limit_s(0) + 5 * pump.timers.heartbeat_s
-    refusals = "".join(reason.text for peer in honest for reason in pump.nodes[peer].reasons)
-    assert "its attempt 0 had this peer's vote: others convene next" in refusals
+    assert "its attempt 0 had this peer's vote: others convene next" in reasons_of(pump, honest)

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from swarm.emulation.local_swarm import LocalSwarm, applied, summary
-from swarm.protocol.messages.messages import Commit, Header, Link
+from swarm.protocol.messages.messages import Commit, Link
 from swarm.protocol.values.manifest import Kind, Manifest
 from tests.hostile.forger import Forger, forger
+from tests.protocol.round_pump import header_of
 from tests.scenarios.swarms import ROUND_S, finish, has_rounds, write_run
 
 pytestmark = pytest.mark.scenario
@@ -59,9 +60,7 @@ def test_nothing_that_a_stranger_says_was_decided_is_believed(tmp_path: Path) ->
                 assert tip.digest not in forged, "a newcomer was shown a forged tip"
                 for commit in forgeries(liar, tip, number):
                     forged.add(commit.manifest.digest)
-                    manifest = commit.manifest
-                    header = Header(manifest.code, manifest.digest, manifest.generation)
-                    heard += liar.say(header, commit)
+                    heard += liar.say(header_of(commit.manifest), commit)
             assert heard > 100, "few members accepted it"
             assert len(forged) > 40
         finish(swarm, ROUNDS * ROUND_S)

@@ -40,7 +40,7 @@ from swarm.emulation.local_peer import LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm, digests_by_height
 from swarm.errors import Refused, SwarmError
 from swarm.protocol.messages.message_bytes import encode
-from swarm.protocol.messages.messages import Ballot, Header, Hello, Roster
+from swarm.protocol.messages.messages import Ballot, Hello, Roster
 from swarm.protocol.records.records import encode_record, peers_key, runs_key, shard_of
 from swarm.protocol.values.digests import digest_of
 from swarm.protocol.values.manifest import Manifest, PeerId
@@ -60,7 +60,7 @@ from tests.hostile.test_nested_values import BOMB, DICTIONARIES
 from tests.hostile.test_nested_values import store as store_raw
 from tests.hostile.test_path_names import PATHS, record_named
 from tests.peer_records import peer_record
-from tests.protocol.round_pump import make_offer, make_rules
+from tests.protocol.round_pump import header_of, make_offer, make_rules
 from tests.scenarios.swarms import ROUND_S, peer_id, rounds, write_run
 
 pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
@@ -238,8 +238,7 @@ def invented_parents(attack: Attack) -> None:
     if attack.number % 5 == 4:
         attack.look()
     for commit in forgeries(attack.liar, attack.tip, attack.number):
-        manifest = commit.manifest
-        payload, blobs = encode(Header(manifest.code, manifest.digest, manifest.generation), commit)
+        payload, blobs = encode(header_of(commit.manifest), commit)
         for digest, blob in blobs.items():
             attack.liar.store.put(blob, digest)
             attack.liar.store.pin([digest])
@@ -321,10 +320,6 @@ def sizes(attack: Attack) -> None:
     attack.liar.store.pin([digest])
     huge = replace(attack.liar.run, config=digest, config_bytes=len(blob))
     attack.announce(*[huge] * 10)
-
-
-def header_of(tip: Manifest) -> Header:
-    return Header(tip.code, tip.digest, tip.generation)
 
 
 STRANGERS: dict[str, Callable[[Attack], None]] = {

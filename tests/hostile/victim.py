@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from swarm.network.blobs.blob_store import BlobStore
 from swarm.network.fetch.blob_server import BlobServer
@@ -17,6 +18,8 @@ from swarm.network.rounds.transfers import Transfers
 from swarm.network.wire.ledger import Ledger
 from swarm.protocol.chain.trust import Chain, Foothold
 from swarm.protocol.messages.events import Event, Received, Record
+from swarm.protocol.messages.messages import Ballot, Offer, Ready, ready_statement
+from swarm.protocol.values.manifest import Manifest, PeerId
 from tests.network.conftest import LOOPBACK, Peers
 from tests.network.rounds.test_round_driver import LAYOUT
 from tests.protocol.round_pump import found, make_rules
@@ -83,6 +86,15 @@ def post(sender: Node, to: Victim, *payloads: bytes) -> int:
         return results.count(None)
 
     return sender.run(post_all(), WAIT_S)
+
+
+def signed_ready(
+    sender: Node, run: str, tip: Manifest, *, to: PeerId, offer: Offer | None = None, **more: Any
+) -> Ready:
+    """A READY under the sender's own key for the first attempt of a convener."""
+    ready = Ready(Ballot(0, to), offer, None, 1.0, **more)
+    statement = ready_statement(run, tip.digest, ready.declared.declaration)
+    return replace(ready, signature=sender.identity.sign(statement))
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

@@ -38,7 +38,6 @@ from swarm.protocol.messages.messages import (
     Commit,
     Declared,
     Evidence,
-    Header,
     Offer,
     OfferedUnit,
     Propose,
@@ -54,8 +53,8 @@ from swarm.protocol.rounds.policies.evidence_checks import evidence_problem
 from swarm.protocol.rounds.policies.rosters import offer_problem, plan_roster
 from swarm.protocol.timing.deadlines import Timers
 from swarm.protocol.training.adoption import Action, Adoption, adopt
-from swarm.protocol.values.manifest import Kind, Manifest, decode_manifest
-from tests.protocol.round_pump import found, make_offer, make_rules, name
+from swarm.protocol.values.manifest import Digest, Kind, Manifest, decode_manifest
+from tests.protocol.round_pump import found, header_of, make_offer, make_rules, name
 
 SIGNED = bytes(64)
 SHARED, NORMS, EXPERT = "shared.1", "shared.0", "expert.0"
@@ -275,16 +274,13 @@ class Lone:
         return self.machine.handle(event, self.now)
 
     def propose(self, manifest: Manifest) -> list[Effect]:
-        ballot = Ballot(9, "A")
-        header = Header(TIP.code, TIP.digest, TIP.generation)
-        return self.tell(
-            Received(ballot.convener, header, Propose(ballot, manifest, ("A",), SHOWN))
-        )
+        proposal = Propose(Ballot(9, "A"), manifest, ("A",), SHOWN)
+        return self.tell(Received("A", header_of(TIP), proposal))
 
     def commit(self, manifest: Manifest, parent: Manifest) -> list[Effect]:
         certificate = Certificate(Ballot(0, "A"), dict.fromkeys("ABC", SIGNED))
-        header = Header(manifest.code, manifest.digest, manifest.generation)
-        return self.tell(Received("A", header, Commit(manifest, certificate, parent)))
+        commit = Commit(manifest, certificate, parent)
+        return self.tell(Received("A", header_of(manifest), commit))
 
 
 def fetched(effects: list[Effect]) -> dict[str, tuple[int, bool]]:
@@ -309,10 +305,16 @@ def test_a_vote_waits_for_each_delta_and_the_value_that_it_makes() -> None:
     assert [effect for effect in effects if isinstance(effect, Sync)] == [Sync(NEXT)]
 
 
-def test_who_gets_other_bits_fetches_the_value() -> None:
-    peer, value = Lone(), NEXT.entries[SHARED].digest
+def one_that_makes_next() -> tuple[Lone, Digest]:
+    """A voter that has all deltas of `NEXT`, and the value that it makes of that of `SHARED`."""
+    peer = Lone()
     for digest in fetched(peer.propose(NEXT)):
         peer.tell(Stored(digest))
+    return peer, NEXT.entries[SHARED].digest
+
+
+def test_who_gets_other_bits_fetches_the_value() -> None:
+    peer, value = one_that_makes_next()
     effects = peer.tell(NotMade(value, "other bits"))
     assert any(isinstance(effect, CancelFetch) for effect in effects)
     assert fetched(peer.tell(Tick())) == {value: (100, False)}
@@ -321,9 +323,7 @@ def test_who_gets_other_bits_fetches_the_value() -> None:
 
 
 def test_a_value_that_came_whole_while_it_was_made_otherwise_is_here() -> None:
-    peer, value = Lone(), NEXT.entries[SHARED].digest
-    for digest in fetched(peer.propose(NEXT)):
-        peer.tell(Stored(digest))
+    peer, value = one_that_makes_next()
     peer.tell(Stored(value))
     effects = [*peer.tell(NotMade(value, "other bits")), *peer.tell(Tick())]
     assert value not in fetched(effects)
@@ -331,18 +331,14 @@ def test_a_value_that_came_whole_while_it_was_made_otherwise_is_here() -> None:
 
 
 def test_a_value_that_is_lost_while_it_is_made_is_not_here() -> None:
-    peer, value = Lone(), NEXT.entries[SHARED].digest
-    for digest in fetched(peer.propose(NEXT)):
-        peer.tell(Stored(digest))
+    peer, value = one_that_makes_next()
     peer.tell(Unobtainable(value, "C", "it reads wrongly"))
     peer.tell(NotMade(value, "other bits"))
     assert value in fetched(peer.tell(Tick()))
 
 
 def test_what_came_out_otherwise_once_is_not_made_again() -> None:
-    peer, value = Lone(), NEXT.entries[SHARED].digest
-    for digest in fetched(peer.propose(NEXT)):
-        peer.tell(Stored(digest))
+    peer, value = one_that_makes_next()
     peer.tell(NotMade(value, "other bits"))
     effects = [*peer.commit(NEXT, TIP), *peer.tell(Tick())]
     assert value in fetched(effects)
@@ -356,12 +352,11 @@ def test_who_missed_a_manifest_follows_by_the_deltas_of_both() -> None:
     peer = Lone()
     wanted = fetched(peer.commit(SECOND, NEXT))
     assert {*NEXT.deltas, *SECOND.deltas, SECOND.entries[NORMS].digest} == wanted.keys()
-    effects = [effect for digest in wanted for effect in peer.tell(Stored(digest))]
-    first = [effect.digest for effect in effects if isinstance(effect, Rebuild)]
-    assert set(first) == {NEXT.entries[unit].digest for unit in RULES.unit_coding}
-    effects = [effect for digest in first for effect in peer.tell(Stored(digest))]
-    last = [effect.digest for effect in effects if isinstance(effect, Rebuild)]
-    assert set(last) == {SECOND.entries[unit].digest for unit in RULES.unit_coding}
+    digests = wanted.keys()
+    for made in (NEXT, SECOND):
+        effects = [effect for digest in digests for effect in peer.tell(Stored(digest))]
+        digests = {effect.digest for effect in effects if isinstance(effect, Rebuild)}
+        assert digests == {made.entries[unit].digest for unit in RULES.unit_coding}
 
 
 def test_of_a_decided_manifest_a_delta_that_nobody_has_is_done_without() -> None:
@@ -415,10 +410,9 @@ def test_my_delta_is_taken_off_once_it_is_in_the_mean() -> None:
 
 def test_a_delta_that_is_not_known_to_be_mine_begins_anew() -> None:
     """As after a crash: x may not contain it, and subtracting it twice would lose it twice."""
-    other = offer_of("A", MEANS, START, unit=SHARED, digest=name("older"))
-    other = replace(
-        other, units={**other.units, EXPERT: replace(other.units[EXPERT], digest=name("x"))}
-    )
+    mine = offer_of("A", MEANS, START).units
+    older = {unit: replace(mine[unit], digest=name("older", unit)) for unit in (SHARED, EXPERT)}
+    other = replace(offer_of("A", MEANS, START), units=mine | older)
     for offers in ([], [other]):
         adoption = adopted("AB", offers)
         assert (adoption.shared, adoption.experts[0].action) == (Action.RESTART, Action.RESTART)

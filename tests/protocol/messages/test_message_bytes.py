@@ -47,7 +47,7 @@ from swarm.protocol.rounds.policies.deals import book_after
 from swarm.protocol.rounds.policies.evidence_checks import evidence_problem, offers_shown
 from swarm.protocol.rounds.policies.rosters import plan_roster
 from swarm.protocol.values.digests import digest_of
-from swarm.protocol.values.manifest import Manifest, Member, PeerId, Wish
+from swarm.protocol.values.manifest import Manifest, PeerId, Wish
 from tests.protocol.round_pump import Pump, in_training, make_offer, make_rules, name, start_swarm
 
 # With a time instead of a number of steps, tokens depend on a peer's claim.
@@ -248,21 +248,16 @@ def test_offers_that_nobody_may_make_are_found_though_they_were_declared() -> No
         value = OfferedUnit(name("x"), RULES.unit_bytes[unit], TIP.entries[unit].digest)
         return replace(offer, units={**offer.units, unit: value})
 
-    for wrong, why in [
-        (replace(OFFERS["A"], steps=10**6, tokens=10**8), "samples"),
-        (foreign(OFFERS["A"]), "does not own"),
-        (replace(OFFERS["A"], units={}, steps=0, tokens=0), "nobody"),
+    empty = replace(OFFERS["A"], units={}, steps=0, tokens=0)
+    for lie, why in [
+        (declared("A", replace(OFFERS["A"], steps=10**6, tokens=10**8)), "samples"),
+        (declared("A", foreign(OFFERS["A"])), "does not own"),
+        (replace(declared("A", empty), offers={"A": empty}), "nobody"),
     ]:
-        lie = declared("A", wrong)
-        if not wrong.units:
-            lie = replace(lie, offers={"A": wrong})
         assert why in (problem_of(lie.manifest(), lie.evidence()) or ""), why
-    stranger = replace(make_offer(RULES, "A", TIP), units=OFFERS["A"].units)
-    assert "is no member" in (evidence_problem(*_with(declared("S", stranger)), TIP, RULES) or "")
-
-
-def _with(lie: Round) -> tuple[Manifest, Evidence]:
-    return lie.manifest(), lie.evidence()
+    lie = declared("S", replace(make_offer(RULES, "A", TIP), units=OFFERS["A"].units))
+    found = evidence_problem(lie.manifest(), lie.evidence(), TIP, RULES)
+    assert "is no member" in (found or "")
 
 
 def test_results_are_those_of_the_reducers_of_the_very_roster() -> None:
@@ -337,8 +332,8 @@ def test_of_evidence_only_what_is_signed_for_this_tip_and_roster_is_left() -> No
         left = heard(replace(sound, evidence=forged), "A")
         assert isinstance(left, Propose) and left.evidence
         assert "".join(left.evidence.declared) == kept
-        assert left.evidence == heard(replace(vote, accepted=replace(vote.accepted,  # type: ignore[type-var]
-            evidence=forged)), "B").accepted.evidence  # type: ignore[union-attr]  # fmt: skip
+        shown = heard(replace(vote, accepted=replace(vote.accepted, evidence=forged)), "B")
+        assert shown.accepted.evidence == left.evidence
         is_harmless = left.evidence == evidence
         assert (problem_of(manifest, left.evidence) is None) == is_harmless
 
@@ -367,11 +362,12 @@ def test_a_vote_that_all_show_is_verified_once_and_what_differs_by_itself() -> N
 
     asked.clear()
     first, *others = evidence.reports
+    unsigned = stub("A", b"whatever")
+    declared = {**evidence.declared, "B": replace(evidence.declared["B"], signature=unsigned)}
     forgeries = [
-        replace(evidence, declared={**evidence.declared, "B": Declared(
-            evidence.declared["B"].declaration, stub("A", b"whatever"))}),
-        replace(evidence, reports=(replace(first, signature=stub("A", b"whatever")), *others)),
-    ]  # fmt: skip
+        replace(evidence, declared=declared),
+        replace(evidence, reports=(replace(first, signature=unsigned), *others)),
+    ]
     for forged in forgeries:
         left = shown("p0", forged)
         assert left != forged and left is shown("p1", forged), "the rest is the same, too"
@@ -428,21 +424,19 @@ def test_a_vote_keeps_its_evidence_so_that_it_can_be_shown_again() -> None:
     pump.lose = lambda source, destination, message: (
         source == first and not isinstance(message, Propose)
     )
-    others = [peer for peer in "ABC" if peer != first]
+    others = pump.others(first)
     pump.run(pump.now + 60, lambda: all(pump.nodes[p].record.accepted for p in others))
     vote = pump.nodes[others[0]].record.accepted
     assert vote is not None and vote.evidence is not None
     pump.kill(first)
-    pump.run_to_height(3, "".join(others))
-    assert pump.digests_at(3, "".join(others)) == {vote.manifest.digest}
+    pump.run_to_height(3, others)
+    assert pump.digests_at(3, others) == {vote.manifest.digest}
 
 
 @pytest.mark.parametrize("what", ["nothing", "another"])
 def test_who_proposes_without_its_evidence_is_followed_no_more(what: str) -> None:
     pump = in_training("ABCD", RULES)
-    machine = pump.nodes["A"].machine
-    convener = machine.tip.order[0]
-    voter = next(peer for peer in "ABCD" if peer != convener)
+    convener, voter = pump.order[:2]
     proposals: list[Propose] = []
 
     def watch(source: PeerId, destination: PeerId, message: Message) -> bool:
@@ -453,10 +447,8 @@ def test_who_proposes_without_its_evidence_is_followed_no_more(what: str) -> Non
 
     pump.lose = watch
     pump.run(pump.now + 20, lambda: bool(proposals))
-    evidence = None
-    if what == "another":
-        assert proposals[0].evidence
-        evidence = replace(proposals[0].evidence, declared={})
+    other = replace(proposals[0].evidence, declared={})
+    evidence = other if what == "another" else None
     header = pump.nodes[convener].machine._out.header
     pump.give(voter, Received(convener, header, replace(proposals[0], evidence=evidence)))
     assert convener in pump.nodes[voter].machine._succession.distrusted
@@ -466,8 +458,7 @@ def test_who_proposes_without_its_evidence_is_followed_no_more(what: str) -> Non
 def test_a_second_value_under_one_attempt_is_refused_and_its_convener_followed_no_more() -> None:
     """It may have split the votes. Almost no schedule depends on this rule alone."""
     pump = in_training("ABCD", RULES)
-    convener = pump.first
-    voter = next(peer for peer in "ABCD" if peer != convener)
+    convener, voter = pump.order[:2]
     proposals: list[Propose] = []
 
     def watch(source: PeerId, destination: PeerId, message: Message) -> bool:
@@ -550,7 +541,6 @@ def test_deals_follow_from_the_members_of_each_lie() -> None:
         manifest = lie.manifest()
         book = book_after(TIP, manifest.work, manifest.members, manifest.tokens, RULES)
         assert manifest.dealt == book.dealt
-    assert all(isinstance(member, Member) for member in TIP.members.values())
 
 
 MIB = 2**20
