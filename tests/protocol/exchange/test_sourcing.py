@@ -17,6 +17,15 @@ from swarm.protocol.exchange.sourcing import (
 MB = 10**6
 
 
+def asking(*keys, sources=("a",), **limits):
+    """After these blobs of a megabyte were asked of their first source."""
+    sourcing = Sourcing(Limits(**limits))
+    for key in keys:
+        sourcing.want(key, MB, sources)
+    sourcing.assign(0.0)
+    return sourcing
+
+
 def chosen(sourcing, now=0.0):
     return {a.key: a.peer for a in sourcing.assign(now)}
 
@@ -58,9 +67,7 @@ def test_empty_blobs_are_asked_for_too():
 
 
 def test_a_silent_peer_rests_twice_as_long_after_each_failure_and_others_take_over():
-    sourcing = Sourcing(Limits(rest_s=1.0, longest_rest_s=3.0))
-    sourcing.want("blob", MB, ["a", "b"])
-    sourcing.assign(0.0)
+    sourcing = asking("blob", sources=["a", "b"], rest_s=1.0, longest_rest_s=3.0)
     sourcing.failed("blob", Failure.SILENT, "no_progress", 0.0)
     assert reasons(sourcing, 0.1) == {"blob": "source 2 of 2: a rests 0.9 s more (no_progress)"}
     for now, until in [(10.0, 11.0), (20.0, 22.0), (30.0, 33.0), (40.0, 43.0)]:
@@ -73,19 +80,14 @@ def test_a_silent_peer_rests_twice_as_long_after_each_failure_and_others_take_ov
 
 
 def test_several_streams_that_break_at_once_are_one_failure():
-    sourcing = Sourcing(Limits(rest_s=1.0))
-    for key in "xy":
-        sourcing.want(key, MB, ["a"])
-    sourcing.assign(0.0)
+    sourcing = asking("x", "y", rest_s=1.0)
     sourcing.failed("x", Failure.SILENT, "ended_early", 0.0)
     sourcing.failed("y", Failure.SILENT, "ended_early", 0.1)
     assert sourcing.next_time(0.1) == 1.0
 
 
 def test_a_success_ends_the_memory_of_failures():
-    sourcing = Sourcing(Limits(rest_s=1.0))
-    sourcing.want("x", MB, ["a"])
-    sourcing.assign(0.0)
+    sourcing = asking("x", rest_s=1.0)
     sourcing.failed("x", Failure.SILENT, "ended_early", 0.0)
     sourcing.assign(1.0)
     sourcing.done("x")
@@ -96,10 +98,7 @@ def test_a_success_ends_the_memory_of_failures():
 
 
 def test_a_missing_blob_rests_alone():
-    sourcing = Sourcing()
-    sourcing.want("absent", MB, ["a"])
-    sourcing.want("present", MB, ["a"])
-    sourcing.assign(0.0)
+    sourcing = asking("absent", "present")
     sourcing.failed("absent", Failure.MISSING, "missing", 0.0)
     sourcing.done("present")
     sourcing.want("other", MB, ["a"])
@@ -108,10 +107,7 @@ def test_a_missing_blob_rests_alone():
 
 
 def test_wrong_bytes_are_never_asked_of_the_same_peer_again():
-    sourcing = Sourcing(Limits(rest_s=1.0))
-    sourcing.want("blob", MB, ["liar"])
-    sourcing.want("another", MB, ["liar"])
-    sourcing.assign(0.0)
+    sourcing = asking("blob", "another", sources=["liar"], rest_s=1.0)
     sourcing.failed("blob", Failure.WRONG, "blob_digest", 0.0)
     sourcing.released("another")
     assert chosen(sourcing, 0.5) == {}, "and it rests"
@@ -121,27 +117,20 @@ def test_wrong_bytes_are_never_asked_of_the_same_peer_again():
 
 
 def test_a_released_job_is_asked_for_again_at_once():
-    sourcing = Sourcing()
-    sourcing.want("blob", MB, ["a"])
-    sourcing.assign(0.0)
+    sourcing = asking("blob")
     sourcing.released("blob")
     assert chosen(sourcing) == {"blob": "a"}
 
 
 def test_further_sources_may_be_added_while_a_job_is_asked_for():
-    sourcing = Sourcing()
-    sourcing.want("blob", MB, ["a"])
-    sourcing.assign(0.0)
+    sourcing = asking("blob")
     sourcing.want("blob", MB, ["b"])
     sourcing.failed("blob", Failure.SILENT, "unreachable", 0.0)
     assert chosen(sourcing) == {"blob": "b"}
 
 
 def test_what_is_forgotten_leaves_no_trace():
-    sourcing = Sourcing(Limits(jobs_per_peer=1))
-    sourcing.want("x", MB, ["a"])
-    sourcing.want("y", MB, ["a"])
-    sourcing.assign(0.0)
+    sourcing = asking("x", "y", jobs_per_peer=1)
     sourcing.forget("x")
     sourcing.failed("x", Failure.SILENT, "too late", 0.0)
     assert chosen(sourcing) == {"y": "a"}
@@ -151,10 +140,8 @@ def test_what_is_forgotten_leaves_no_trace():
 
 
 def test_sources_that_came_and_failed_leave_nothing_behind():
-    limits = Limits()
-    sourcing, now = Sourcing(limits), 0.0
-    sourcing.want("lasting", MB, ["steady"])
-    sourcing.assign(now)
+    limits, now = Limits(), 0.0
+    sourcing = asking("lasting", sources=["steady"])
     sourcing.failed("lasting", Failure.SILENT, "unreachable", now)
     for number in range(5000):
         sourcing.want(number, MB, [f"key-{number}"])

@@ -3,41 +3,20 @@ from dataclasses import replace
 import pytest
 
 from swarm.protocol.membership.membership import TRIAL_ROUNDS, next_members, on_trial
-from swarm.protocol.values.manifest import SEASONED_ROUNDS, Founding, Kind, Manifest, Member
-
-FOUNDING = Founding("f", "n", "c" * 64, 1, "v" * 64, 4)
+from swarm.protocol.values.manifest import SEASONED_ROUNDS, Kind, Member
+from tests.protocol.round_pump import found, make_rules
 
 
 def parent_of(**silent):
     """A manifest whose members have been silent for given numbers of rounds."""
-    return Manifest(
-        run="r",
-        generation="0",
-        height=5,
-        round=4,
-        kind=Kind.QUORUM,
-        parent="0" * 64,
-        founding=FOUNDING,
-        step=0,
-        tokens=0,
-        merged=0,
-        members={peer: Member(rounds, 2.0) for peer, rounds in silent.items()},
-        contributors=(),
-        sources={},
-        owners={},
-        entries={},
-    )
+    members = {peer: Member(rounds, 2.0) for peer, rounds in silent.items()}
+    fields = {"height": 5, "round": 4, "kind": Kind.QUORUM, "parent": "0" * 64}
+    return found(make_rules(), ["f"], members=members, contributors=(), dealt={}, **fields)
 
 
-def decide(parent, *, heard=(), contributors=(), leaving=(), joiners=None, seed="s"):
-    return next_members(
-        parent,
-        heard=heard,
-        contributors=contributors,
-        leaving=leaving,
-        joiners=joiners or {},
-        seed=seed,
-    )
+def decide(parent, **options):
+    nobody = {"heard": (), "contributors": (), "leaving": (), "joiners": {}, "seed": "s"}
+    return next_members(parent, **nobody | options)
 
 
 def test_a_member_that_was_heard_stays_although_it_never_contributes():
@@ -71,14 +50,9 @@ def test_a_leaver_goes_although_it_contributed():
 
 
 def test_a_member_has_the_capacity_that_it_declared_last():
-    membership = next_members(
-        parent_of(a=0, b=0, c=0),
-        heard=("a", "b"),
-        contributors=("a", "b"),
-        leaving=(),
-        joiners={},
-        seed="s",
-        capacities={"a": 2.0, "b": 0.5},
+    two, capacities = ("a", "b"), {"a": 2.0, "b": 0.5}
+    membership = decide(
+        parent_of(a=0, b=0, c=0), heard=two, contributors=two, capacities=capacities
     )
     assert [member.capacity for member in membership.members.values()] == [2.0, 0.5, 2.0]
     assert membership.reasons == ("b has capacity 0.5 now, had 2",)

@@ -20,6 +20,11 @@ def equal(members):
     return dict.fromkeys(members, 1.0)
 
 
+def shares(previous, members, contributors, num_experts, owners_per_expert=1, seed="", **more):
+    options = {"stale": (), "num_experts": num_experts, "owners_per_expert": owners_per_expert}
+    return assign(previous, members, contributors, seed=seed, **options | more)
+
+
 def owned_experts(assignment, peer):
     return sorted(e for e, owners in assignment.owners.items() if peer in owners)
 
@@ -78,16 +83,10 @@ def test_an_assignment_fed_back_stays_and_says_nothing(case):
 @given(cases())
 def test_the_order_of_the_arguments_does_not_matter(case):
     previous, members, contributors, arguments = case
-    mirrored = {
-        **arguments,
-        "stale": arguments["stale"][::-1],
-        "silent": arguments["silent"][::-1],
-    }
+    mirrored = arguments | {key: arguments[key][::-1] for key in ("stale", "silent")}
+    backwards = [dict(reversed(each.items())) for each in (previous, members)]
     assert assign(previous, members, contributors, **arguments) == assign(
-        dict(reversed(previous.items())),
-        dict(reversed(members.items())),
-        contributors[::-1],
-        **mirrored,
+        *backwards, contributors[::-1], **mirrored
     )
 
 
@@ -139,24 +138,18 @@ def test_a_claim_below_the_limits_means_what_it_meant(case, capacity):
 
 def test_a_claimed_capacity_wins_the_fair_share_at_first_and_twice_that_later():
     names = ["p0", "p1", "p2"]
-    arguments = {"stale": (), "owners_per_expert": 1, "num_experts": 8, "seed": "s"}
-    before = assign({}, equal(names), names, **arguments).owners
+    before = shares({}, equal(names), names, 8).owners
     members = {**equal(names), "greedy": 1e6}
-    first = assign(before, members, list(members), on_trial=["greedy"], **arguments)
+    first = shares(before, members, members, 8, on_trial=["greedy"])
+    held = "instead of the 8 that its capacity claims"
     assert len(owned_experts(first, "greedy")) == 2
-    assert (
-        "held to 2 instead of the 8 that its capacity claims: the fair share, since it is new"
-        in str(first)
-    )
-    later = assign(first.owners, members, list(members), **arguments)
+    assert f"held to 2 {held}: the fair share, since it is new" in str(first.reasons)
+    later = shares(first.owners, members, members, 8)
     assert len(owned_experts(later, "greedy")) == 4
-    assert "held to 4 instead of the 8 that its capacity claims: nobody owns more" in str(
-        later.reasons
-    )
+    assert f"held to 4 {held}: nobody owns more" in str(later.reasons)
     more = {**members, **equal([f"p{number}" for number in range(3, 8)])}
-    after = assign(later.owners, more, list(more), **arguments)
-    assert len(owned_experts(after, "greedy")) == 2
-    alone = assign(later.owners, {"greedy": 1e6}, ["greedy"], **arguments)
+    assert len(owned_experts(shares(later.owners, more, more, 8), "greedy")) == 2
+    alone = shares(later.owners, {"greedy": 1e6}, ["greedy"], 8)
     assert len(owned_experts(alone, "greedy")) == 8
 
 
@@ -175,12 +168,12 @@ def test_no_single_move_to_a_contributor_would_still_help(case):
 
 @given(peers, experts, replicas, st.integers(0, 7), seeds)
 def test_only_the_lost_peers_experts_move_and_one_more_at_most(names, count, replica, index, seed):
-    arguments = {"stale": (), "owners_per_expert": replica, "num_experts": count, "seed": seed}
-    before = assign({}, equal(names), names, **arguments)
+    sizes = (count, replica, seed)
+    before = shares({}, equal(names), names, *sizes)
     left = [name for name in names if name != names[index % len(names)]]
     if not left:
         return
-    after = assign(before.owners, equal(left), left, **arguments)
+    after = shares(before.owners, equal(left), left, *sizes)
     # A lost owner is replaced only while there are other peers to replace it with.
     fewest = count * min(replica, len(left)) - sum(
         len(set(owners) & set(left)) for owners in before.owners.values()
@@ -190,13 +183,13 @@ def test_only_the_lost_peers_experts_move_and_one_more_at_most(names, count, rep
 
 @given(peers, experts, replicas, seeds)
 def test_a_newcomer_gets_its_share_once_it_contributes(names, count, replica, seed):
-    arguments = {"stale": (), "owners_per_expert": replica, "num_experts": count, "seed": seed}
+    sizes = (count, replica, seed)
     everybody = [*names, "newcomer"]
-    before = assign({}, equal(names), names, **arguments)
-    listed = assign(before.owners, equal(everybody), names, **arguments)
+    before = shares({}, equal(names), names, *sizes)
+    listed = shares(before.owners, equal(everybody), names, *sizes)
     if replica <= len(names):
         assert listed.owners == before.owners  # listed only: it has no state to train from yet
-    after = assign(listed.owners, equal(everybody), everybody, **arguments)
+    after = shares(listed.owners, equal(everybody), everybody, *sizes)
     slots = count * min(replica, len(everybody))
     assert len(owned_experts(after, "newcomer")) >= slots // len(everybody)
 
@@ -205,17 +198,17 @@ def test_a_newcomer_gets_its_share_once_it_contributes(names, count, replica, se
 def test_a_peer_that_comes_back_costs_no_more_moves_than_a_stranger(
     names, count, replica, index, seed
 ):
-    arguments = {"stale": (), "owners_per_expert": replica, "num_experts": count, "seed": seed}
+    sizes = (count, replica, seed)
     lost = names[index % len(names)]
     left = [name for name in names if name != lost]
     if not left:
         return
-    before = assign({}, equal(names), names, **arguments).owners
-    without = assign(before, equal(left), left, **arguments).owners
+    before = shares({}, equal(names), names, *sizes).owners
+    without = shares(before, equal(left), left, *sizes).owners
     counts = []
     for newcomer in (lost, "stranger"):
         together = [*left, newcomer]
-        after = assign(without, equal(together), together, **arguments).owners
+        after = shares(without, equal(together), together, *sizes).owners
         counts.append(moved(without, after))
     # Every peer takes the same number, of any experts.
     assert counts[0] == counts[1]
@@ -225,10 +218,10 @@ def test_a_peer_that_comes_back_costs_no_more_moves_than_a_stranger(
 def test_a_peer_that_comes_back_before_it_was_removed_has_its_experts_still(
     names, count, replica, seed
 ):
-    arguments = {"stale": (), "owners_per_expert": replica, "num_experts": count, "seed": seed}
-    before = assign({}, equal(names), names, **arguments).owners
-    silent = assign(before, equal(names), names[1:], **arguments).owners
-    assert assign(silent, equal(names), names, **arguments).owners == before
+    sizes = (count, replica, seed)
+    before = shares({}, equal(names), names, *sizes).owners
+    silent = shares(before, equal(names), names[1:], *sizes).owners
+    assert shares(silent, equal(names), names, *sizes).owners == before
 
 
 @given(cases())
@@ -253,49 +246,39 @@ def test_a_silent_peer_owns_nothing_that_a_contributor_could(case):
 
 def test_experts_of_a_silent_member_are_adopted_before_it_is_removed():
     previous = {0: ("a",), 1: ("b",)}
-    arguments = {"stale": (), "owners_per_expert": 1, "num_experts": 2, "seed": ""}
-    adopted = assign(previous, equal("ab"), ("a",), silent=("b",), **arguments)
+    adopted = shares(previous, equal("ab"), ("a",), 2, silent=("b",))
     assert adopted.owners == {0: ("a",), 1: ("a",)}
     assert adopted.reasons == ("expert 1: peer b is silent, adopted by a, load 2/1",)
-    back = assign(adopted.owners, equal("ab"), ("a", "b"), silent=("b",), **arguments)
+    back = shares(adopted.owners, equal("ab"), ("a", "b"), 2, silent=("b",))
     assert len(owned_experts(back, "b")) == 1
 
 
 def test_shares_follow_the_declared_capacity():
     members = {"big": 3.0, "small": 1.0}
-    assignment = assign({}, members, members, stale=(), owners_per_expert=1, num_experts=8, seed="")
+    assignment = shares({}, members, members, 8)
     assert loads(assignment, members) == {"big": 6, "small": 2}
 
 
 def test_owners_stay_although_they_missed_the_round():
     previous = {0: ("a",), 1: ("b",)}
-    arguments = {"owners_per_expert": 1, "num_experts": 2, "seed": ""}
-    assert assign(previous, equal("ab"), ("a",), stale=(), **arguments).owners == previous
-    moved_on = assign(previous, equal("ab"), ("a",), stale=(1,), **arguments)
+    assert shares(previous, equal("ab"), ("a",), 2).owners == previous
+    moved_on = shares(previous, equal("ab"), ("a",), 2, stale=(1,))
     assert moved_on.owners == {0: ("a",), 1: ("a",)}
     assert moved_on.reasons == ("expert 1: peer b did not renew it, adopted by a, load 2/1",)
 
 
 def test_the_reason_names_expert_peers_and_load():
     previous = {0: ("a",), 1: ("b",), 2: ("c",)}
-    after = assign(
-        previous, equal("ac"), ("a", "c"), stale=(), owners_per_expert=1, num_experts=3, seed=""
-    )
+    after = shares(previous, equal("ac"), ("a", "c"), 3)
     (adopter,) = after.owners[1]
     assert after.reasons == (f"expert 1: peer b left, adopted by {adopter}, load 2/2",)
 
 
 def test_without_members_nobody_owns_anything():
-    assignment = assign({}, {}, (), stale=(), owners_per_expert=2, num_experts=2, seed="")
-    assert assignment.owners == {0: (), 1: ()}
+    assert shares({}, {}, (), 2, 2).owners == {0: (), 1: ()}
 
 
 def test_ties_are_broken_by_the_seed_so_no_peer_is_always_favoured():
-    first = {
-        assign(
-            {}, equal("abc"), "abc", stale=(), owners_per_expert=1, num_experts=1, seed=seed
-        ).owners[0][0]
-        for seed in "0123456789"
-    }
+    first = {shares({}, equal("abc"), "abc", 1, seed=s).owners[0][0] for s in "0123456789"}
     assert first == {"a", "b", "c"}
     assert turn("0/0", "a") != turn("1/0", "a")

@@ -7,13 +7,12 @@ import pytest
 from swarm.protocol.membership.membership import (
     TRIAL_ROUNDS,
     most_unvouched,
-    next_members,
     steadiest,
     why_no_vote,
     with_voters,
 )
 from swarm.protocol.values.manifest import SEASONED_ROUNDS, Manifest, Member
-from tests.protocol.membership.test_membership import parent_of
+from tests.protocol.membership.test_membership import decide, parent_of
 
 VOUCHED = Member(0, 1.0)
 UNVOUCHED = replace(VOUCHED, vouched=False)
@@ -82,13 +81,9 @@ def test_keys_that_work_are_no_majority_and_block_none_in_a_thousand_rounds(
     for number in range(ROUNDS):
         if is_settled and number % 100:
             continue  # nothing but the seed differs from round to round
-        membership = next_members(
-            parent,
-            heard=(),
-            contributors=list(parent.members),
-            leaving=(),
-            joiners=dict.fromkeys(names, 1.0),
-            seed=f"{number}",
+        joiners = dict.fromkeys(names, 1.0)
+        membership = decide(
+            parent, contributors=list(parent.members), joiners=joiners, seed=f"{number}"
         )
         is_settled = membership.members == parent.members
         voters = {peer for peer, member in membership.members.items() if member.votes}

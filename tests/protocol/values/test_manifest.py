@@ -7,16 +7,9 @@ from dataclasses import replace
 import pytest
 
 from swarm.errors import BadManifest
-from swarm.protocol.values.manifest import (
-    Code,
-    Founding,
-    Kind,
-    Manifest,
-    Member,
-    decode_manifest,
-    is_ancestor,
-)
+from swarm.protocol.values.manifest import Code, Founding, Member, decode_manifest, is_ancestor
 from swarm.protocol.values.texts import Text, TokenizerFile
+from tests.protocol.round_pump import found, make_rules
 
 REFORM = (3, (2, "62"))
 LATER = (5, (1, "7a"))
@@ -47,32 +40,17 @@ def test_ancestry(code: Code, of: Code, is_one: bool) -> None:
 
 
 TEXT = Text("books", "byte-0", "ab" * 32, documents=7, tokens=1000, windows=31)
-FOUNDED = Manifest(
-    run="",
-    generation="0",
-    height=0,
-    round=0,
-    kind=Kind.FOUNDING,
-    parent=None,
-    founding=Founding("a", "n", "cd" * 32, 10, "ef" * 32, 10, TEXT),
-    step=0,
-    tokens=0,
-    merged=0,
-    members={"a": Member(0, 1.0)},
-    contributors=("a",),
-    sources={},
-    owners={},
-    entries={},
-)
+FOUNDING = Founding("a", "n", "cd" * 32, 10, "ef" * 32, 10, TEXT)
+FOUNDED = found(make_rules(), ["a"], founding=FOUNDING)
 
 
 def test_a_manifest_names_the_tokenizer_only_of_a_run_that_has_a_file() -> None:
     assert b'"tokenizer":null' not in FOUNDED.encoded
     file = TokenizerFile("ab" * 32, 10, 0, 5)
-    founding = replace(FOUNDED.founding, tokenizer=file)
+    founding = replace(FOUNDING, tokenizer=file)
     named = replace(FOUNDED, founding=founding)
     assert decode_manifest(named.encoded).founding.tokenizer == file
-    assert named.founding.blobs == FOUNDED.founding.blobs | {file.digest: 10}
+    assert named.founding.blobs == FOUNDING.blobs | {file.digest: 10}
     null = FOUNDED.encoded.replace(b'"text":{', b'"tokenizer":null,"text":{')
     with pytest.raises(BadManifest):
         decode_manifest(null)
@@ -124,12 +102,6 @@ SOURCED = replace(
 )
 
 
-def _with_sources(packed: object) -> bytes:
-    content = json.loads(SOURCED.encoded)
-    content["sources"]["shared.0"] = packed
-    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-
-
 def test_units_to_which_all_contribute_name_nobody_and_no_fact_is_lost() -> None:
     packed = json.loads(SOURCED.encoded)["sources"]
     assert b64decode(packed["shared.0"]) == bytes.fromhex(DIGESTS[0] + DIGESTS[1])
@@ -154,8 +126,10 @@ def test_units_to_which_all_contribute_name_nobody_and_no_fact_is_lost() -> None
     ],
 )
 def test_sources_have_one_form(packed: object) -> None:
+    content = json.loads(SOURCED.encoded)
+    content["sources"]["shared.0"] = packed
     with pytest.raises(BadManifest):
-        decode_manifest(_with_sources(packed))
+        decode_manifest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 def test_what_is_no_digest_is_never_packed() -> None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,7 +11,7 @@ from swarm.experts import expert_unit
 from swarm.protocol.membership.ownership import assign, losses_survived
 from swarm.protocol.values.manifest import Kind, Manifest
 from tests.protocol.messages.test_rounds_membership import join
-from tests.protocol.round_pump import Pump, found, make_rules
+from tests.protocol.round_pump import Pump, make_rules, start_swarm
 
 PEERS = "abcdef"
 
@@ -97,28 +98,15 @@ def test_losing_a_peer_does_not_give_the_others_more_than_fits_them():
 
 def rounds_of(rooms, **rounds) -> tuple[Pump, Manifest]:
     """Three peers with two experts each. Peer c dies in the first round."""
-    rules = make_rules(experts=6, **rounds)
-    pump = Pump(rules, rooms=rooms)
-    tip = found(rules, ["a", "b", "c"])
-    for peer in "abc":
-        pump.add(peer, tip)
-    for peer in "abc":
-        pump.boot(peer)
+    pump = start_swarm("abc", make_rules(experts=6, **rounds), rooms=rooms)
     pump.run_rounds(1)
     pump.kill("c")
     pump.run(400.0, lambda: "c" not in pump.tip_of("a").members)
     return pump, pump.tip_of("a")
 
 
-def test_an_expert_that_fits_nowhere_survives_rounds_frozen_and_goes_to_a_joiner() -> None:
-    check_that_it_waits_and_is_trained_again()
-
-
-def test_so_it_does_where_rounds_are_slices() -> None:
-    check_that_it_waits_and_is_trained_again(stagger=True, experts_every=2)
-
-
-def check_that_it_waits_and_is_trained_again(**rounds) -> None:
+@pytest.mark.parametrize("rounds", [{}, {"stagger": True, "experts_every": 2}], ids=str)
+def test_an_expert_that_fits_nowhere_survives_rounds_frozen_and_goes_to_a_joiner(rounds) -> None:
     pump, tip = rounds_of({"a": 3, "b": 2}, **rounds)
     (waiting,) = (expert for expert, owners in tip.owners.items() if not owners)
     unit = expert_unit(waiting)
@@ -144,24 +132,15 @@ def test_a_member_whose_room_has_grown_gets_the_expert_that_waits() -> None:
     pump.run_rounds(tip.round + 2, "ab")
     tip = pump.tip_of("a")
     assert not tip.ownerless
-    assert "b has room for 4 experts now, had 2" in "\n".join(
-        reason for manifest in pump.nodes["a"].applied for reason in manifest.reasons
-    )
+    said = {reason for manifest in pump.nodes["a"].applied for reason in manifest.reasons}
+    assert "b has room for 4 experts now, had 2" in said
 
 
 def test_a_reform_gives_nobody_more_than_fits_it() -> None:
-    rules = make_rules(experts=6)
-    pump = Pump(rules, rooms={"a": 3})
-    tip = found(rules, ["a", "b", "c"])
-    for peer in "abc":
-        pump.add(peer, tip)
-    for peer in "abc":
-        pump.boot(peer)
+    pump = start_swarm("abc", make_rules(experts=6), rooms={"a": 3})
     pump.run_rounds(1)
-    pump.kill("b")
-    pump.kill("c")
-    reformed = pump.run(4000.0, lambda: pump.tip_of("a").kind is Kind.REFORM)
-    assert reformed
+    pump.kill("b", "c")
+    assert pump.run(4000.0, lambda: pump.tip_of("a").kind is Kind.REFORM)
     assert load_of(pump.tip_of("a").owners) == {"a": 3}
     pump.run_rounds(4, "a", within_s=400.0)
 
