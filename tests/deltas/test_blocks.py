@@ -129,9 +129,8 @@ def test_what_is_too_small_for_a_scale_is_not_sent_and_what_is_too_large_is_cut(
 def test_a_difference_that_is_not_finite_is_refused(coding, bad):
     values = gaussian(2 * BLOCK).view(2, BLOCK)
     values[1, 77] = bad
-    with pytest.raises(BadBlob) as refusal:
+    with pytest.raises(BadBlob, check=lambda error: error.reason == "non_finite"):
         encode_blocks(values, coding)
-    assert refusal.value.reason == "non_finite"
 
 
 # ------------------------------------------------ refusals
@@ -168,9 +167,8 @@ def test_a_scale_is_zero_or_within_its_bounds(coding, bits, is_good):
     if is_good:
         decode_blocks(raw(bits), codes, BLOCK, coding)
         return
-    with pytest.raises(BadBlob) as refusal:
+    with pytest.raises(BadBlob, check=lambda error: error.reason == "scale"):
         decode_blocks(raw(bits), codes, BLOCK, coding)
-    assert refusal.value.reason == "scale"
 
 
 def test_codes_that_fill_up_the_last_block_say_nothing():

@@ -26,16 +26,7 @@ from swarm.deltas.unit_deltas import (
     reduced,
 )
 from swarm.errors import BadBlob
-from tests.deltas.units import (
-    CODINGS,
-    applied,
-    base_of,
-    delta_of,
-    encoded,
-    gaussian,
-    reading,
-    unit,
-)
+from tests.deltas.units import CODINGS, applied, base_of, delta_of, encoded, gaussian, reading, unit
 
 BYTES_A_BLOCK = {"b2": 66, "b1": 34}
 
@@ -230,9 +221,8 @@ def test_any_bytes_of_the_right_size_are_applied_or_refused(seed, size, coding):
 def test_a_delta_of_another_size_is_refused(coding, more):
     layout = unit(coding, "fp32", 600)
     blob = bytes(coded_bytes(layout) + more)
-    with pytest.raises(BadBlob) as refusal:
+    with pytest.raises(BadBlob, check=lambda error: error.reason == "size"):
         applied(layout, bytes(2400), blob)
-    assert refusal.value.reason == "size"
 
 
 @pytest.mark.parametrize(
@@ -240,18 +230,16 @@ def test_a_delta_of_another_size_is_refused(coding, more):
 )
 def test_a_bf16_delta_has_canonical_elements_only(bits):
     layout = unit("bf16", "fp32", 2)
-    with pytest.raises(BadBlob) as refusal:
+    with pytest.raises(BadBlob, check=lambda error: error.reason == "not_canonical"):
         applied(layout, bytes(8), struct.pack("<HH", 0x3F80, bits))
-    assert refusal.value.reason == "not_canonical"
 
 
 def test_a_value_beyond_the_limit_is_refused_where_it_comes_out():
     layout = unit("bf16", "fp32", 2)
     limit = struct.pack("<f", 2.0**64)[2:]
     base = base_of(layout, torch.tensor([0.0, 2.0**62]))
-    with pytest.raises(BadBlob) as refusal:
+    with pytest.raises(BadBlob, check=lambda error: error.reason == "out_of_range"):
         applied(layout, base, limit * 2)
-    assert refusal.value.reason == "out_of_range"
     assert applied(layout, bytes(8), limit * 2) == struct.pack("<ff", 2.0**64, 2.0**64)
 
 
@@ -259,18 +247,16 @@ def test_a_base_that_is_not_finite_is_refused():
     layout = unit("b2", "bf16", 40)
     values = gaussian(40)
     values[30] = float("nan")
-    with pytest.raises(BadBlob) as refusal:
+    with pytest.raises(BadBlob, check=lambda error: error.reason == "non_finite"):
         applied(layout, base_of(layout, values), encoded(layout, gaussian(40)))
-    assert refusal.value.reason == "non_finite"
 
 
 def test_a_difference_that_is_not_finite_is_refused():
     for coding in CODINGS:
         values = gaussian(300)
         values[299] = float("inf")
-        with pytest.raises(BadBlob) as refusal:
+        with pytest.raises(BadBlob, check=lambda error: error.reason == "non_finite"):
             encoded(unit(coding, "fp32", 300), values)
-        assert refusal.value.reason == "non_finite"
 
 
 @pytest.mark.parametrize("coding", CODINGS)
@@ -289,6 +275,5 @@ def test_a_delta_that_moves_further_than_its_steps_can_is_refused(coding):
         )
     check_delta(layout, delta, base, absolute=largest)
     check_delta(layout, delta, base, absolute=largest / 2, relative=largest)
-    with pytest.raises(BadBlob) as refusal:
+    with pytest.raises(BadBlob, check=lambda error: error.reason == "implausible_update"):
         check_delta(layout, delta, base, absolute=largest / 2, relative=largest / 2)
-    assert refusal.value.reason == "implausible_update"

@@ -13,7 +13,6 @@ from swarm.protocol.messages.messages import (
     Accepted,
     Ballot,
     Commit,
-    Header,
     Hello,
     Message,
     Prepare,
@@ -33,11 +32,11 @@ from swarm.protocol.messages.signatures import (
     who_takes_part,
 )
 from swarm.protocol.values.manifest import MAX_MANIFEST_BYTES
-from tests.protocol.round_pump import found, make_offer, make_rules
+from tests.protocol.round_pump import found, header_of, make_offer, make_rules
 
 RULES = make_rules()
 TIP = found(RULES, ["A", "B"])
-HEADER = Header(TIP.code, TIP.digest, TIP.generation)
+HEADER = header_of(TIP)
 BALLOT = Ballot(1, "A")
 OFFER = make_offer(RULES, "B", TIP)
 VOTE = Accepted(BALLOT, TIP)

@@ -29,6 +29,7 @@ from swarm.protocol.messages.messages import (
     ReducedUnit,
     Roster,
 )
+from swarm.protocol.rounds import Rules
 from swarm.protocol.rounds.policies.checks import commit_problem, reform_problem, successor_problem
 from swarm.protocol.rounds.policies.rosters import (
     MOST_SHARES,
@@ -61,17 +62,18 @@ def test_an_offer_counts_only_when_trained_from_the_tip_and_complete() -> None:
     without = {unit: offered for unit, offered in good.units.items() if unit != "shared.1"}
     late = {unit: offered for unit, offered in good.units.items() if unit != mine}
     assert offer_problem(replace(good, units=late), "A", TIP, RULES) is None
+    value = good.units[mine]
+
+    def offering(unit: str, **changes: object) -> Offer:
+        return replace(good, units={**good.units, unit: replace(value, **changes)})
+
     wrong = {
         "is missing": replace(good, units=without),
         "starts from": replace(good, tip=PARENT.digest),
-        "was trained from": replace(
-            good, units={**good.units, mine: replace(good.units[mine], base=name("old"))}
-        ),
-        "bytes instead of": replace(
-            good, units={**good.units, mine: replace(good.units[mine], num_bytes=7)}
-        ),
-        "does not own": replace(good, units={**good.units, foreign: good.units[mine]}),
-        "has no unit": replace(good, units={**good.units, "shared.99": good.units[mine]}),
+        "was trained from": offering(mine, base=name("old")),
+        "bytes instead of": offering(mine, num_bytes=7),
+        "does not own": offering(foreign, base=TIP.entries[foreign].digest),
+        "has no unit": offering("shared.99"),
         "tokens": replace(good, tokens=-1),
         "are not the 10 steps": replace(good, steps=9, tokens=900),
         "11 steps and 1000 tokens": replace(good, steps=11),
@@ -80,15 +82,14 @@ def test_an_offer_counts_only_when_trained_from_the_tip_and_complete() -> None:
         "took -1.0 seconds": replace(good, seconds=-1.0),
         "took inf seconds": replace(good, seconds=inf),
     }
-    wrong["does not own"] = replace(
-        good,
-        units={
-            **good.units,
-            foreign: replace(good.units[mine], base=TIP.entries[foreign].digest),
-        },
-    )
     for text, offer in wrong.items():
         assert text in (offer_problem(offer, "A", TIP, RULES) or "")
+
+
+def offers_of(peers: list[str], rules: Rules) -> tuple[Manifest, dict[str, Offer]]:
+    """Manifest 0 of these members, and the offers of all."""
+    tip = found(rules, peers)
+    return tip, {peer: make_offer(rules, peer, tip) for peer in peers}
 
 
 @pytest.mark.parametrize("copies", [1, 2, 4])
@@ -96,8 +97,7 @@ def test_an_offer_counts_only_when_trained_from_the_tip_and_complete() -> None:
 def test_traffic_of_a_round_is_what_the_formula_says(copies: int, parts: int) -> None:
     peers = list("ABCD")
     rules = make_rules(experts=8, parts=parts, owners_per_expert=copies)
-    tip = found(rules, peers)
-    offers = {peer: make_offer(rules, peer, tip) for peer in peers}
+    tip, offers = offers_of(peers, rules)
     plan = plan_roster(tip, offers, rules)
     sent = dict.fromkeys(peers, 0)
     for unit, values in plan.sources.items():
@@ -116,8 +116,7 @@ def test_traffic_of_a_round_is_what_the_formula_says(copies: int, parts: int) ->
 def test_reducers_are_sources_and_everybody_derives_the_same() -> None:
     peers = list("ABCDE")
     rules = make_rules(experts=10, parts=6, owners_per_expert=2)
-    tip = found(rules, peers)
-    offers = {peer: make_offer(rules, peer, tip) for peer in peers}
+    _, offers = offers_of(peers, rules)
     reducers = assign_reducers(offers, dict.fromkeys(peers, 0), rules.unit_bytes)
     shuffled = {peer: offers[peer] for peer in reversed(peers)}
     again = dict.fromkeys(reversed(peers), 70)
@@ -131,8 +130,7 @@ def test_reducers_are_sources_and_everybody_derives_the_same() -> None:
 def test_who_cannot_be_dialled_reduces_only_what_nobody_else_has() -> None:
     peers = list("ABCD")
     rules = make_rules(experts=8, parts=6, owners_per_expert=2)
-    tip = found(rules, peers)
-    offers = {peer: make_offer(rules, peer, tip) for peer in peers}
+    tip, offers = offers_of(peers, rules)
     plan = plan_roster(tip, offers, rules, {"A", "B"})
     assert plan.able == {"C": 0, "D": 0}
     for unit, reducer in plan.reducers.items():
@@ -157,8 +155,7 @@ def seconds_of(plan: Plan, uplinks: Mapping[str, int]) -> dict[str, float]:
 def test_who_has_a_thin_uplink_averages_less_so_that_all_send_for_as_long() -> None:
     uplinks = {"A": 100, "B": 20, "C": 100, "D": 300}
     rules = make_rules(experts=4, parts=80)
-    tip = found(rules, list(uplinks))
-    offers = {peer: make_offer(rules, peer, tip) for peer in uplinks}
+    tip, offers = offers_of(list(uplinks), rules)
     equal, fitted = plan_roster(tip, offers, rules), plan_roster(tip, offers, rules, (), uplinks)
     averaged = Counter(fitted.reducers.values())
     assert averaged == {"A": 20, "C": 20, "D": 40}, "twice its share is the most"
@@ -172,8 +169,7 @@ def test_who_has_a_thin_uplink_averages_less_so_that_all_send_for_as_long() -> N
 def test_a_false_word_of_an_uplink_is_worth_little(said: int) -> None:
     uplinks = {"A": 100, "B": said, "C": 0, "D": 100}
     rules = make_rules(experts=4, parts=80)
-    tip = found(rules, list(uplinks))
-    offers = {peer: make_offer(rules, peer, tip) for peer in uplinks}
+    tip, offers = offers_of(list(uplinks), rules)
     averaged = Counter(plan_roster(tip, offers, rules, (), uplinks).reducers.values())
     others = [averaged[peer] for peer in "ACD"]
     assert max(others) - min(others) <= 1, "an unknown one is a usual one"
@@ -211,6 +207,11 @@ def test_in_rounds_of_a_given_time_an_offer_is_within_its_deal() -> None:
 # ---------------------------------------------------------------- successors
 
 
+def changed_member(peer: str, **changes: object) -> Manifest:
+    member = replace(TIP.members.get(peer, Member(1, 1.0)), **changes)  # type: ignore[arg-type]
+    return replace(TIP, members={**TIP.members, peer: member})
+
+
 def changed_entry(**changes: object) -> Manifest:
     entry: Entry = replace(TIP.entries["shared.0"], **changes)  # type: ignore[arg-type]
     return replace(TIP, entries={**TIP.entries, "shared.0": entry})
@@ -231,15 +232,9 @@ WRONG = {
     "less work than everybody's": replace(
         TIP, work={**TIP.work, "A": 900}, tokens=TIP.tokens - 100
     ),
-    "a pace of a silent member": replace(
-        TIP, members={**TIP.members, "Z": Member(1, 1.0, tokens_per_s=3.0)}
-    ),
-    "an endless pace": replace(
-        TIP, members={**TIP.members, "A": replace(TIP.members["A"], tokens_per_s=inf)}
-    ),
-    "a pace below zero": replace(
-        TIP, members={**TIP.members, "A": replace(TIP.members["A"], tokens_per_s=-1.0)}
-    ),
+    "a pace of a silent member": changed_member("Z", tokens_per_s=3.0),
+    "an endless pace": changed_member("A", tokens_per_s=inf),
+    "a pace below zero": changed_member("A", tokens_per_s=-1.0),
     "a cursor of its own": replace(TIP, cursor=TIP.cursor + 1),
     "a hole of its own": replace(TIP, holes=((0, 1),)),
     "a deal of its own": replace(

@@ -175,9 +175,8 @@ def test_values_outside_the_schema_are_refused(
     record: DhtRecord, field: str, value: object
 ) -> None:
     values = json.loads(encode_record(record)) | {field: value}
-    with pytest.raises(BadRecord, match=field) as refused:
+    with pytest.raises(BadRecord, match=field, check=lambda error: error.reason == "record_schema"):
         decode_record(type(record), json.dumps(values).encode())
-    assert refused.value.reason == "record_schema"
 
 
 @pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity", "1e999"])

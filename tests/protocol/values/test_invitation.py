@@ -16,7 +16,7 @@ from swarm.protocol.membership.membership import (
     why_no_vote,
 )
 from swarm.protocol.messages.message_bytes import decode, encode
-from swarm.protocol.messages.messages import Ballot, Header, Ready
+from swarm.protocol.messages.messages import Ballot, Ready
 from swarm.protocol.rounds.policies.checks import members_problem
 from swarm.protocol.values.invitation import (
     MAX_TEXT,
@@ -32,7 +32,7 @@ from swarm.protocol.values.invitation import (
 )
 from swarm.protocol.values.manifest import Manifest, Member
 from tests.protocol.messages.test_rounds_membership import join
-from tests.protocol.round_pump import found, in_training, make_rules
+from tests.protocol.round_pump import found, header_of, in_training, make_rules
 
 RUN = "run-1"
 RULES = replace(make_rules(), run=RUN, is_open=False)
@@ -85,16 +85,14 @@ def test_uses_are_counted_as_long_as_the_invitation_is_good() -> None:
 
 
 def test_the_line_that_people_pass_on_reads_as_it_was_written() -> None:
-    text = LINE
-    assert from_text(f"  {text}\n") == PrivateInvitation(GOOD, "0" * 64)
-    assert len(text) < MAX_TEXT and "\n" not in text
+    assert from_text(f"  {LINE}\n") == PrivateInvitation(GOOD, "0" * 64)
+    assert len(LINE) < MAX_TEXT and "\n" not in LINE
 
 
 @given(st.integers(0, len(LINE) - 1), st.characters())
 def test_a_changed_line_is_another_invitation_or_a_typed_error(place: int, mark: str) -> None:
-    text = LINE
     try:
-        assert isinstance(from_text(text[:place] + mark + text[place + 1 :]), PrivateInvitation)
+        assert isinstance(from_text(LINE[:place] + mark + LINE[place + 1 :]), PrivateInvitation)
     except SwarmError as error:
         assert isinstance(error, InvitationError)
 
@@ -124,8 +122,7 @@ def test_an_invitation_beyond_the_bounds_is_none(change: dict[str, int]) -> None
 def test_a_ready_carries_it() -> None:
     tip = found(RULES, ["A"])
     ready = Ready(Ballot(0, "A"), None, None, 1.0, credential=shown(GOOD))
-    header = Header(tip.code, tip.digest, tip.generation)
-    assert decode(encode(header, ready)[0], {})[1] == ready
+    assert decode(encode(header_of(tip), ready)[0], {})[1] == ready
 
 
 # ---------------------------------------------------------------- who becomes a member
@@ -145,20 +142,27 @@ def guests_of(
 
 def came(
     parent: Manifest,
-    brought: dict[str, Invitation | None],
+    brought: Mapping[str, Invitation | None],
     *,
     is_open: bool = False,
     leaving: tuple[str, ...] = (),
+    joining: bool = True,
 ) -> Membership:
+    """The members after these peers have come with invitations."""
     return next_members(
         parent,
         heard=list(parent.members),
         contributors=list(parent.members),
         leaving=leaving,
-        joiners=dict.fromkeys(brought, 1.0),
+        joiners=dict.fromkeys(brought, 1.0) if joining else {},
         seed=parent.digest,
         guests=guests_of(parent, brought, is_open=is_open),
     )
+
+
+def came_with(parent: Manifest, brought: dict[str, Invitation]) -> Membership:
+    """The members after members have shown invitations."""
+    return came(parent, brought, is_open=True, joining=False)
 
 
 def child_of(parent: Manifest, membership: Membership) -> Manifest:
@@ -236,10 +240,8 @@ def test_an_anchor_vouches_for_a_member() -> None:
     assert "A vouches for T" in membership.reasons
     assert not came_with(parent, {"T": replace(GOOD, inviter="B")}).members["T"].votes
     anchor = parent_of(members={**parent.members, "T": Member(0, 1.0, invites=2, given=2)})
-    again = {"T": replace(GOOD, last_round=9, invites=2)}
-    assert came_with(anchor, again).members["T"] == replace(anchor.members["T"]), (
-        "nothing is gained"
-    )
+    again = came_with(anchor, {"T": replace(GOOD, last_round=9, invites=2)})
+    assert again.members["T"] == anchor.members["T"], "nothing is gained"
 
 
 def test_an_anchor_trusts_a_guest_with_the_work_of_several_members() -> None:
@@ -270,19 +272,6 @@ def test_a_guest_of_weight_w_takes_w_of_what_its_inviter_may_let_in() -> None:
     assert membership.members["Z"].weight == 8 and membership.members["Y"].given == 8
     more = came(parent_of(members=members), {"Z": replace(by_guest, weight=9)})
     assert "Z" not in more.members
-
-
-def came_with(parent: Manifest, brought: dict[str, Invitation]) -> Membership:
-    """Members with this credential."""
-    return next_members(
-        parent,
-        heard=list(parent.members),
-        contributors=list(parent.members),
-        leaving=(),
-        joiners={},
-        seed=parent.digest,
-        guests=guests_of(parent, brought, is_open=True),
-    )
 
 
 def test_only_the_invited_and_the_founder_come_into_an_invited_run() -> None:
@@ -322,19 +311,18 @@ def test_acceptors_compute_the_same_uses_and_refuse_any_others() -> None:
     membership = came(parent, {"Y": replace(GOOD, last_round=9), "Z": GOOD})
     child = child_of(parent, membership)
     assert members_problem(child, parent, RULES) is None
+
+    def inviting(**others: Invitation) -> Manifest:
+        invited = {peer: shown(invitation) for peer, invitation in others.items()}
+        return replace(child, invited={**child.invited, **invited})
+
     wrong = {
         "forgotten": replace(child, invitations={}),
         "without": replace(child, invited={"Z": shown(GOOD)}),
-        "another run's": replace(
-            child, invited={**child.invited, "Z": shown(replace(GOOD, run="r-2"))}
-        ),
-        "of no anchor": replace(
-            child, invited={**child.invited, "Z": shown(replace(GOOD, inviter="B"))}
-        ),
-        "expired": replace(
-            child, invited={**child.invited, "Z": shown(replace(GOOD, last_round=4))}
-        ),
-        "of who did not come": replace(child, invited={**child.invited, "B": shown(GOOD)}),
+        "another run's": inviting(Z=replace(GOOD, run="r-2")),
+        "of no anchor": inviting(Z=replace(GOOD, inviter="B")),
+        "expired": inviting(Z=replace(GOOD, last_round=4)),
+        "of who did not come": inviting(B=GOOD),
     }
     for name, manifest in wrong.items():
         assert members_problem(manifest, parent, RULES), name
