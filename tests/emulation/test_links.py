@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 
 import pytest
 from click.testing import CliRunner
@@ -229,8 +230,7 @@ s = socket.create_connection(("{host}", 5000), 1.0); print(s.recv(5).decode())
 
 @pytest.mark.skipif(why_not_here() is not None, reason=str(why_not_here()))
 def test_peers_in_namespaces_reach_each_other_unless_they_are_cut() -> None:
-    links = NamespaceLinks(Link(100, 100, 10))
-    try:
+    with closing(NamespaceLinks(Link(100, 100, 10))) as links:
         (serve, _), (ask, _), host = links.place(1), links.place(0), address_of(1)
         serving = [*serve, sys.executable, "-c", SERVER.format(host=host)]
         with running(serving, stdout=subprocess.PIPE, limit_s=100.0) as server:
@@ -243,19 +243,14 @@ def test_peers_in_namespaces_reach_each_other_unless_they_are_cut() -> None:
             found = subprocess.run(client, capture_output=True, timeout=30, check=False)
             assert found.stdout == b"hello\n"
             server.wait(10)
-    finally:
-        links.close()
 
 
 @pytest.mark.skipif(why_not_here() is not None, reason=str(why_not_here()))
 def test_a_congestion_control_that_a_namespace_may_not_use_is_an_error_with_a_remedy() -> None:
-    links = NamespaceLinks(Link(100, 100, 10), congestion="nosuch")
-    try:
+    with closing(NamespaceLinks(Link(100, 100, 10), congestion="nosuch")) as links:
         with pytest.raises(SwarmError, match="congestion control nosuch") as refused:
             links.place(0)
         assert "tcp_allowed_congestion_control" in str(refused.value.hint)
-    finally:
-        links.close()
 
 
 COUNT = """
@@ -280,8 +275,7 @@ def test_a_namespace_loses_the_very_packets_that_the_chain_of_its_link_says() ->
     bursty = Link(100, 100, 10, bursts=Bursts(p_pct=5.0, r_pct=30.0))
     kept = [number for number, lost in enumerate(lost_of(bursty, 400, seed=7)) if not lost]
     num = kept[-1] + 1
-    links = NamespaceLinks([bursty, LINKS["home-100-20-bursty"]], seed=7)
-    try:
+    with closing(NamespaceLinks([bursty, LINKS["home-100-20-bursty"]], seed=7)) as links:
         (send, _), (count, _), host = links.place(0), links.place(1), address_of(1)
         counting = [*count, sys.executable, "-c", COUNT.format(host=host, last=num - 1)]
         with running(counting, stdout=subprocess.PIPE, limit_s=100.0) as counter:
@@ -292,5 +286,3 @@ def test_a_namespace_loses_the_very_packets_that_the_chain_of_its_link_says() ->
             found, _ = counter.communicate(timeout=30)
         assert [int(word) for word in found.split()] == kept
         assert links.packets["lost"] == num - len(kept) > 20
-    finally:
-        links.close()

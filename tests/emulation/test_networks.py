@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,14 @@ Clients = list[subprocess.Popen[bytes]]
 
 @pytest.fixture
 def links() -> Iterator[ProxyLinks]:
-    made = ProxyLinks(Link(RATE_MBIT, RATE_MBIT, 10))
-    yield made
-    made.close()
+    with closing(ProxyLinks(Link(RATE_MBIT, RATE_MBIT, 10))) as made:
+        yield made
+
+
+@pytest.fixture
+def fast() -> Iterator[ProxyLinks]:
+    with closing(ProxyLinks(Link(FAST_MBIT, FAST_MBIT, 0))) as made:
+        yield made
 
 
 def port_in(arguments: list[str], flag: str) -> int:
@@ -63,6 +69,12 @@ def clients() -> Iterator[Clients]:
         for process in started:
             process.kill()
             process.wait()
+
+
+def dial(clients: Clients, peer: int, port: int, num_bytes: int) -> None:
+    """Starts a process of a peer that sends bytes to a port."""
+    command = [sys.executable, "-c", CLIENT, str(port), str(num_bytes)]
+    clients.append(subprocess.Popen(command, env={**os.environ, INDEX_VARIABLE: str(peer)}))
 
 
 def send(
@@ -83,9 +95,7 @@ def send(
                 done.set()
 
     threading.Thread(target=receive, daemon=True).start()
-    port = port_in(listen, "--announce-maddrs")
-    command = [sys.executable, "-c", CLIENT, str(port), str(num_bytes)]
-    clients.append(subprocess.Popen(command, env={**os.environ, INDEX_VARIABLE: str(source)}))
+    dial(clients, source, port_in(listen, "--announce-maddrs"), num_bytes)
     return done
 
 
@@ -108,10 +118,9 @@ def test_a_cut_holds_back_what_its_peer_sends_and_nothing_else(
 
 
 def test_what_a_cut_held_back_takes_the_line_down_once_it_has_ended(
-    monkeypatch: pytest.MonkeyPatch, clients: Clients
+    fast: ProxyLinks, monkeypatch: pytest.MonkeyPatch, clients: Clients
 ) -> None:
-    links, climbed = ProxyLinks(Link(FAST_MBIT, FAST_MBIT, 0)), threading.Semaphore(0)
-    up = links._shape.access_of(0).up
+    climbed, up = threading.Semaphore(0), fast._shape.access_of(0).up
     leaves_at = up.leaves_at
 
     def counted(now_s: float, num_bytes: int) -> float | None:
@@ -120,50 +129,39 @@ def test_what_a_cut_held_back_takes_the_line_down_once_it_has_ended(
         return left_s
 
     monkeypatch.setattr(up, "leaves_at", counted)
-    try:
-        _, listen = links.place(1)
-        links.cut([(0, 1)])
-        with socket.create_server((HOST, port_in(listen, "--host-maddrs"))) as server:
-            port, size = port_in(listen, "--announce-maddrs"), (MOST_CHUNKS + 64) * CHUNK_BYTES
-            command = [sys.executable, "-c", CLIENT, str(port), str(size)]
-            environment = {**os.environ, INDEX_VARIABLE: "0"}
-            clients.append(subprocess.Popen(command, env=environment))
-            with accepted(server) as reader:
-                for _ in range(MOST_CHUNKS):
-                    assert climbed.acquire(timeout=WAIT_S)
-                began_s = time.monotonic()
-                links.heal()
-                got = 0
-                while got < size:
-                    got += len(reader.recv(size))
-                    line_s = time.monotonic() - began_s + CUT_POLL_S
-                    assert got <= line_s * FAST_MBIT * 1e6 / 8
-    finally:
-        links.close()
+    _, listen = fast.place(1)
+    fast.cut([(0, 1)])
+    with socket.create_server((HOST, port_in(listen, "--host-maddrs"))) as server:
+        port, size = port_in(listen, "--announce-maddrs"), (MOST_CHUNKS + 64) * CHUNK_BYTES
+        dial(clients, 0, port, size)
+        with accepted(server) as reader:
+            for _ in range(MOST_CHUNKS):
+                assert climbed.acquire(timeout=WAIT_S)
+            began_s = time.monotonic()
+            fast.heal()
+            got = 0
+            while got < size:
+                got += len(reader.recv(size))
+                line_s = time.monotonic() - began_s + CUT_POLL_S
+                assert got <= line_s * FAST_MBIT * 1e6 / 8
 
 
-def test_what_a_reader_held_back_takes_the_line_down_when_it_reads_again() -> None:
-    links = ProxyLinks(Link(FAST_MBIT, FAST_MBIT, 0))
+def test_what_a_reader_held_back_takes_the_line_down_when_it_reads_again(fast: ProxyLinks) -> None:
     chunk_s = CHUNK_BYTES * 8 / (FAST_MBIT * 1e6)
     climbing, flying = Chunks(), Chunks()
     began_s = time.monotonic()
     for index in range(MOST_CHUNKS):  # they left the uplink one after another, long ago
         climbing.put_nowait((began_s - 60 + index * chunk_s, bytes(CHUNK_BYTES)))
     climbing.put_nowait((began_s, b""))
-    try:
-        asyncio.run_coroutine_threadsafe(
-            links._send_down(0, 1, climbing, flying), links._loop
-        ).result(WAIT_S)
-    finally:
-        links.close()
+    sending = fast._send_down(0, 1, climbing, flying)
+    asyncio.run_coroutine_threadsafe(sending, fast._loop).result(WAIT_S)
     arrivals = [flying.get_nowait()[0] for _ in range(MOST_CHUNKS)]
     for number, at_s in enumerate(arrivals, 1):
         assert at_s >= began_s - CUT_POLL_S + number * chunk_s - 1e-6
 
 
 def test_what_queues_in_a_peers_line_up_is_in_no_others_way(clients: Clients) -> None:
-    links = ProxyLinks(Link(up_mbit=8, down_mbit=80, rtt_ms=10))
-    try:
+    with closing(ProxyLinks(Link(up_mbit=8, down_mbit=80, rtt_ms=10))) as links:
         _, listen = links.place(1)
         port = port_in(listen, "--announce-maddrs")
         with (
@@ -172,17 +170,13 @@ def test_what_queues_in_a_peers_line_up_is_in_no_others_way(clients: Clients) ->
             socket.create_connection((HOST, port), WAIT_S) as mine,
             accepted(server) as near,
         ):
-            command = [sys.executable, "-c", CLIENT, str(port), str(SENT_BYTES)]
-            environment = {**os.environ, INDEX_VARIABLE: "0"}
-            clients.append(subprocess.Popen(command, env=environment))
+            dial(clients, 0, port, SENT_BYTES)
             with accepted(server) as full:
                 left = SENT_BYTES - len(full.recv(1))
                 delay_s = min(ping_s(mine, near) for _ in range(3))
                 while left:  # it sent all the time: for 1 s, or 0.75 s if the pings had waited
                     left -= len(full.recv(left))
-        assert delay_s < 0.6 * MOST_QUEUED_S
-    finally:
-        links.close()
+    assert delay_s < 0.6 * MOST_QUEUED_S
 
 
 def accepted(server: socket.socket) -> socket.socket:

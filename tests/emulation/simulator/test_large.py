@@ -7,20 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from swarm.emulation.simulator.fault_schedule import run_schedule
 from swarm.emulation.simulator.peers.participant import Character
 from swarm.protocol.rounds.policies.slow_links import Relays
+from tests.emulation.simulator.schedules import require_sound
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "benchmarks" / "bench_scale.py"
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_64_peers_with_faults_agree(seed):
-    outcome = run_schedule("S", seed)
-    assert outcome.violation is None, (
-        f"{outcome.violation}; trace: scripts/simulate --replay S:{seed}"
-    )
-    assert outcome.rounds >= 3
+    assert require_sound("S", seed).rounds >= 3
 
 
 def test_64_peers_whose_lines_are_known_agree_on_what_relays_pass_on(monkeypatch):
@@ -34,20 +30,13 @@ def test_64_peers_whose_lines_are_known_agree_on_what_relays_pass_on(monkeypatch
     draw = Relays.of
     monkeypatch.setattr(Relays, "of", of)
     monkeypatch.setattr(Character, "uplink", property(lambda _: 20))
-    outcome = run_schedule("S", 0)
-    assert outcome.violation is None, outcome.violation
-    assert outcome.rounds >= 3
+    assert require_sound("S", 0).rounds >= 3
     assert any(drawn)
 
 
 def test_what_a_swarm_costs_is_measured_at_every_size():
-    ended = subprocess.run(
-        [sys.executable, SCRIPT, "--peers", "4,16", "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=600,
-    )
+    command = [sys.executable, SCRIPT, "--peers", "4,16", "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     tables = json.loads(ended.stdout.splitlines()[-1])
     assert tables.keys() == {"messages", "decisions", "records", "round", "summary"}
     for rows in tables.values():
