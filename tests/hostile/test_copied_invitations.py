@@ -8,7 +8,6 @@ import pytest
 from click.testing import CliRunner
 
 from peers.invite import main as swarm_invite
-from swarm.emulation.local_swarm import LocalSwarm
 from swarm.network.node.node import Node
 from swarm.network.runs.signed_invitations import credential_for, invite
 from swarm.protocol.messages.message_bytes import encode
@@ -17,7 +16,7 @@ from tests.hostile.forger import Forger, forger
 from tests.hostile.victim import RUN, Victim, post, signed_ready, wait_until
 from tests.network.conftest import Peers
 from tests.protocol.round_pump import header_of
-from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, read_record, rounds, write_run
+from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, read_record, rounds, started_swarm
 
 Steal = Callable[[PrivateInvitation, Node, Node], Credential]
 """The invitation, the guest's node and the thief's -> the thief's credential."""
@@ -70,9 +69,7 @@ def test_a_live_peer_refuses_what_a_thief_has_copied(
 @pytest.mark.scenario
 def test_a_thief_gets_no_vote_and_is_no_anchor_in_a_run_of_real_peers(tmp_path: Path) -> None:
     settings = ["run.rounds=100000", 'run.admission="invited"', "merging.alpha=0.0"]
-    run_file = write_run(tmp_path, settings)
-    with LocalSwarm(tmp_path / "swarm", run_file, 1) as swarm:
-        swarm.start()
+    with started_swarm(tmp_path, 1, settings) as swarm:
         founder = swarm.peers[0]
         swarm.wait_until(has_rounds(1), what="a round", timeout_s=2 * ROUND_S)
         options = ["--state-dir", str(founder.folder), "--uses", "2", "--invites", "3"]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from swarm import codecs
-from swarm.emulation.local_swarm import LocalSwarm, applied, summary
+from swarm.emulation.local_swarm import applied, summary
 from swarm.errors import BadBlob
 from swarm.network.blobs.blob_store import BlobStore, store_content
 from swarm.network.rounds.transfers import Transfers
@@ -45,7 +45,7 @@ from swarm.train.engine.resident import ResidentEngine
 from tests.network.conftest import Peers
 from tests.peer.adopting import adopt_into, offered_values
 from tests.protocol.round_pump import Node, Pump, make_rules, name, start_swarm
-from tests.scenarios.swarms import ROUND_S, finish, peer_id, write_run
+from tests.scenarios.swarms import ROUND_S, finish, peer_id, started_swarm
 from tests.train.runs import tiny_run
 
 # ---------------------------------------------------------------- the values
@@ -225,11 +225,9 @@ ROUNDS = 5
 @pytest.mark.scenario
 @pytest.mark.exhaustive
 def test_a_live_swarm_goes_on_without_the_peer_that_offers_garbage(tmp_path: Path) -> None:
-    run_file = write_run(tmp_path, [f"run.rounds={ROUNDS}"])
-    with LocalSwarm(
-        tmp_path / "swarm", run_file, 3, founder_options=["--wait-for-peers", "4"]
+    with started_swarm(
+        tmp_path, 3, [f"run.rounds={ROUNDS}"], founder_options=["--wait-for-peers", "4"]
     ) as swarm:
-        swarm.start()
         swarm.program = "tests.hostile.garbage_peer"
         liar = swarm.add(swarm.peers[0].join_options())
         finish(swarm, ROUNDS * ROUND_S)

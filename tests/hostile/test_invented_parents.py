@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from swarm.emulation.local_swarm import LocalSwarm, applied, summary
+from swarm.emulation.local_swarm import applied, summary
 from swarm.protocol.messages.messages import Commit, Link
 from swarm.protocol.values.manifest import Kind, Manifest
 from tests.hostile.forger import Forger, forger
 from tests.protocol.round_pump import header_of
-from tests.scenarios.swarms import ROUND_S, finish, has_rounds, write_run
+from tests.scenarios.swarms import ROUND_S, finish, started_swarm
 
 pytestmark = pytest.mark.scenario
 
@@ -48,10 +48,7 @@ def forgeries(liar: Forger, tip: Manifest, number: int) -> list[Commit]:
 
 
 def test_nothing_that_a_stranger_says_was_decided_is_believed(tmp_path: Path) -> None:
-    run_file = write_run(tmp_path, [f"run.rounds={ROUNDS}"])
-    with LocalSwarm(tmp_path / "swarm", run_file, 3) as swarm:
-        swarm.start()
-        swarm.wait_until(has_rounds(1), what="the first round", timeout_s=2 * ROUND_S)
+    with started_swarm(tmp_path, 3, [f"run.rounds={ROUNDS}"], after_rounds=1) as swarm:
         with forger([swarm.peers[0].join_address()]) as liar:
             heard, forged = 0, set()
             tip = liar.look()

@@ -11,7 +11,7 @@ from swarm.protocol.messages.messages import Ballot, Header, Ready
 from swarm.protocol.rounds.contacts import MAX_STRANGERS
 from tests.protocol.messages.test_rounds_membership import join
 from tests.protocol.round_pump import Pump, header_of, in_training
-from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, rounds, write_run
+from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, rounds, started_swarm
 
 KEYS = "WXYZ"
 
@@ -90,9 +90,7 @@ def test_fifty_keys_leave_no_gap_of_three_rounds(seed: int) -> None:
 @pytest.mark.scenario
 def test_four_real_peers_that_join_idle_and_are_killed_hold_no_round_up(tmp_path: Path) -> None:
     """T_reform is ten minutes here, so only the quorum of the three can continue."""
-    run_file = write_run(tmp_path, ["run.rounds=400", "round.reform_after_s=600.0"])
-    with LocalSwarm(tmp_path / "swarm", run_file, 3) as swarm:
-        swarm.start()
+    with started_swarm(tmp_path, 3, ["run.rounds=400", "round.reform_after_s=600.0"]) as swarm:
         honest = swarm.peers[:3]
         # A peer that is present at the founding votes at once.
         swarm.wait_until(has_rounds(1), what="a round of the three", timeout_s=2 * ROUND_S)

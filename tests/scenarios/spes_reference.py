@@ -5,18 +5,23 @@ these come a mean, a copy and, when due, a merge. Source: SPES, arXiv 2602.11543
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from swarm.config import MergingConfig, PhaseConfig, RunConfig
+from swarm.data.corpus import standard_library_corpus
 from swarm.data.loader import Loader
-from swarm.data.shards import Shards
+from swarm.data.shards import Shards, open_shards
+from swarm.data.tokenizer import BYTE
+from swarm.emulation.local_swarm import LocalSwarm
 from swarm.experts import expert_shapes, shared_shapes
 from swarm.model.initial_weights import initial_tensors
 from swarm.train.engine.local_steps import Task, train_local_steps
 from swarm.train.engine.resident import ResidentEngine
 from tests.model.plain_merge import merge_experts
+from tests.scenarios.swarms import agreed_state, peer_id, read_record, read_run
 
 
 def train_by_reference(
@@ -112,3 +117,21 @@ def mean(values: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
             total = total + value[name]
         means[name] = total / len(values) if len(values) > 1 else total
     return means
+
+
+def assert_equals_the_reference(swarm: LocalSwarm, cache: Path) -> None:
+    """Checks that all peers of a swarm have the bits of one process that trains the same peers."""
+    run = read_run(swarm.run_file)
+    ordered = sorted(peer_id(peer) for peer in swarm.peers)
+    owners = read_record(swarm.peers[0]).tip.owners
+    expected = train_by_reference(
+        run,
+        open_shards(standard_library_corpus(), cache, BYTE),
+        ordered,
+        {expert: [ordered.index(peer) for peer in peers] for expert, peers in owners.items()},
+        rounds=run.run.rounds,
+    )
+    for peer in swarm.peers:
+        state = agreed_state(peer, run)
+        assert state.keys() == expected.keys()
+        assert not [name for name in expected if not torch.equal(state[name], expected[name])]

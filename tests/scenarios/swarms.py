@@ -1,13 +1,15 @@
 """Small swarms of real processes for the scenarios, and readers of their folders."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from swarm.codecs import allocate, fill
 from swarm.config import RunConfig, parse_config
-from swarm.emulation.local_swarm import Event, LocalPeer, LocalSwarm, applied
+from swarm.emulation.local_swarm import Event, LocalPeer, LocalSwarm, applied, digests_by_height
 from swarm.network.blobs.blob_store import BlobStore
 from swarm.network.rounds.record_file import RecordFile
 from swarm.protocol.messages.events import Record
@@ -119,10 +121,49 @@ def contributes(peer: LocalPeer, *others: LocalPeer) -> Callable[[LocalSwarm], b
     return lambda _: any(event["round"] > known and event["counted"] for event in rounds(peer))
 
 
+@contextmanager
+def started_swarm(
+    folder: Path,
+    num_peers: int,
+    settings: Sequence[str] = (),
+    *,
+    after_rounds: int = 0,
+    within_s: float = 2 * ROUND_S,
+    **options: Any,
+) -> Iterator[LocalSwarm]:
+    """A swarm that trains with some settings, and has done some rounds. Ends with the context."""
+    with LocalSwarm(folder / "swarm", write_run(folder, settings), num_peers, **options) as swarm:
+        swarm.start()
+        if after_rounds:
+            rounds_done = has_rounds(after_rounds)
+            swarm.wait_until(rounds_done, what="its first rounds", timeout_s=within_s)
+        yield swarm
+
+
+def assert_one_chain(swarm: LocalSwarm) -> None:
+    """Checks that no two peers have applied different manifests of one height."""
+    by_height = digests_by_height([peer.events() for peer in swarm.peers])
+    assert {len(digests) for digests in by_height.values()} == {1}
+
+
 def kill_and_restart(swarm: LocalSwarm) -> None:
     """Kills all peers with -9. They then resume from their disks."""
     swarm.kill()
     for peer in swarm.peers:
+        swarm.restart(peer, [])
+
+
+def restart_all_once_one_died(swarm: LocalSwarm, crash: str = "") -> None:
+    """Kills all peers when one has crashed. Then they crash at another point, or no more."""
+    swarm.wait_until(
+        lambda swarm: any(not peer.alive for peer in swarm.peers), what="a crash", timeout_s=200
+    )
+    swarm.options = ["--crash", crash] if crash else []
+    swarm.program = "tests.scenarios.crashing_peer" if crash else "peers.peer"
+    for peer in swarm.peers:
+        peer.kill()
+    for peer in swarm.peers:
+        peer.program = swarm.program
         swarm.restart(peer, [])
 
 

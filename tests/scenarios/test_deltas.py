@@ -7,7 +7,13 @@ import pytest
 from swarm.codings import coded_bytes
 from swarm.emulation.local_swarm import LocalSwarm, summary
 from swarm.protocol.values.layout import layout_of
-from tests.scenarios.swarms import finish, read_record, read_run, write_run
+from tests.scenarios.swarms import (
+    finish,
+    read_record,
+    read_run,
+    restart_all_once_one_died,
+    started_swarm,
+)
 
 pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
 
@@ -22,9 +28,9 @@ CODED = [
 """Rounds must wait for all peers that start one after another on a busy machine."""
 
 
-def check(swarm: LocalSwarm, run_file: Path, rounds: int) -> None:
+def check(swarm: LocalSwarm, rounds: int) -> None:
     """Checks that all have one tip, moved by the run's codings, and that no step was lost."""
-    verdict, layout = summary(swarm), layout_of(read_run(run_file))
+    verdict, layout = summary(swarm), layout_of(read_run(swarm.run_file))
     assert (verdict["rounds"], verdict["tokens_lost"]) == (rounds, 0)
     assert set(verdict["digests_per_height"]) == {1}
     records = [read_record(peer) for peer in swarm.peers]
@@ -43,36 +49,21 @@ def check(swarm: LocalSwarm, run_file: Path, rounds: int) -> None:
 
 
 def test_three_rounds_of_two_peers_end_in_one_state(tmp_path: Path) -> None:
-    run_file = write_run(tmp_path, [*CODED, "merging.alpha=0.0"])
-    with LocalSwarm(tmp_path / "swarm", run_file, 2) as swarm:
-        swarm.start()
+    with started_swarm(tmp_path, 2, [*CODED, "merging.alpha=0.0"]) as swarm:
         finish(swarm, 300)
-        check(swarm, run_file, 3)
+        check(swarm, 3)
 
 
 def test_peers_that_are_killed_in_turn_lose_nothing_and_agree(tmp_path: Path) -> None:
     """Between accept, record and swap of a round. A merge comes after the second round."""
-    run_file = write_run(tmp_path, [*CODED, "run.rounds=5"])
-    with LocalSwarm(
-        tmp_path / "swarm",
-        run_file,
+    with started_swarm(
+        tmp_path,
         2,
+        [*CODED, "run.rounds=5"],
         options=["--crash", "accepted@1"],
         program="tests.scenarios.crashing_peer",
     ) as swarm:
-        swarm.start()
         for crash in ("applied@2m", "applying@3", "swapped@4", ""):
-            swarm.wait_until(
-                lambda swarm: any(not peer.alive for peer in swarm.peers),
-                what="a crash",
-                timeout_s=200,
-            )
-            swarm.options = ["--crash", crash] if crash else []
-            swarm.program = "tests.scenarios.crashing_peer" if crash else "peers.peer"
-            for peer in swarm.peers:
-                peer.kill()
-            for peer in swarm.peers:
-                peer.program = swarm.program
-                swarm.restart(peer, [])
+            restart_all_once_one_died(swarm, crash)
         finish(swarm, 300)
-        check(swarm, run_file, 5)
+        check(swarm, 5)

@@ -22,16 +22,10 @@ def applied(height: int, digest: str, **fields: object) -> dict[str, object]:
 @pytest.mark.exhaustive  # takes 1.5 minutes; the matrix kills peers in every run of the tests
 @pytest.mark.scenario
 def test_four_kills_leave_one_chain_and_no_round_hangs(tmp_path: Path) -> None:
+    command = [sys.executable, "scripts/benchmarks/drill.py", "--kills", str(KILLS)]
+    command += ["--seed", "1", "--json"]
     drill = subprocess.run(
-        [
-            sys.executable,
-            "scripts/benchmarks/drill.py",
-            "--kills",
-            str(KILLS),
-            "--seed",
-            "1",
-            "--json",
-        ],
+        command,
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
         stdin=subprocess.DEVNULL,

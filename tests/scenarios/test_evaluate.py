@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from swarm.emulation.local_swarm import LocalSwarm
 from swarm.errors import NobodyReachable
 from swarm.monitor.snapshot import ScoreRow
 from swarm.network.blobs.blob_store import BlobStore
 from swarm.network.runs.observer import Observer
 from swarm.peer.guest import START_S, Watch
-from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, rounds, write_run
+from tests.scenarios.swarms import ROUND_S, peer_id, rounds, started_swarm
 
 pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
 
@@ -32,10 +31,7 @@ def held_out_bits(watch: Watch) -> dict[int, ScoreRow]:
 
 def test_scores_of_a_followed_run_reach_another_monitor(tmp_path: Path) -> None:
     slow = ["round.local_steps=100", "merging.interval_steps=100000"]
-    run_file = write_run(tmp_path, [f"run.rounds={ROUNDS}", *slow])
-    with LocalSwarm(tmp_path / "swarm", run_file, 2) as swarm:
-        swarm.start()
-        swarm.wait_until(has_rounds(1), what="a round", timeout_s=2 * ROUND_S)
+    with started_swarm(tmp_path, 2, [f"run.rounds={ROUNDS}", *slow], after_rounds=1) as swarm:
         line = [sys.executable, "-m", "peers.export", "--every", "2", "--evaluate"]
         line += ["--publish-scores", "--state-dir", str(swarm.peers[1].folder)]
         line += ["--initial-peers", swarm.peers[0].join_address()]

@@ -16,13 +16,7 @@ from swarm.data.tokenizer import END_OF_TEXT
 from swarm.emulation.local_swarm import LocalSwarm
 from swarm.network.blobs.blob_store import BlobStore
 from swarm.peer.text.agreed_model import held_out_of
-from tests.scenarios.swarms import (
-    ROUND_S,
-    read_record,
-    read_run,
-    run_folder,
-    write_run,
-)
+from tests.scenarios.swarms import ROUND_S, read_record, read_run, run_folder, started_swarm
 
 pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
 
@@ -43,10 +37,10 @@ def losses_of(swarm: LocalSwarm) -> dict[str, float]:
 
 
 def test_each_export_of_a_live_run_has_its_rounds_held_out_loss(tmp_path: Path) -> None:
-    run_file = write_run(tmp_path, [f"run.rounds={ROUNDS}", "round.local_steps=12"])
     out = tmp_path / "exports"
-    with LocalSwarm(tmp_path / "swarm", run_file, 2, ["--linger", "600"]) as swarm:
-        swarm.start()
+    with started_swarm(
+        tmp_path, 2, [f"run.rounds={ROUNDS}", "round.local_steps=12"], options=["--linger", "600"]
+    ) as swarm:
         command = [sys.executable, "-m", "peers.export", "--every", "2", "--output-dir", str(out)]
         command += ["--initial-peers", swarm.peers[0].join_address(), "--keep", "9"]
         ended = subprocess.run(
@@ -55,7 +49,7 @@ def test_each_export_of_a_live_run_has_its_rounds_held_out_loss(tmp_path: Path) 
         assert ended.returncode == 0, ended.stderr
         losses, record = losses_of(swarm), read_record(swarm.peers[0])
         held_out = held_out_of(
-            record.tip, read_run(run_file), BlobStore(run_folder(swarm.peers[0]))
+            record.tip, read_run(swarm.run_file), BlobStore(run_folder(swarm.peers[0]))
         )
     sys.stdout.write(ended.stdout)
     rounds = sorted(int(path.name[6:]) for path in out.glob("round-*"))

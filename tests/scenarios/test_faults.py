@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from swarm.emulation.local_swarm import Event, LocalPeer, LocalSwarm, applied, digests_by_height
-from tests.scenarios.swarms import ROUND_S, contributes, has_rounds, rounds, write_run
+from swarm.emulation.local_swarm import Event, LocalPeer, LocalSwarm, applied
+from tests.scenarios.swarms import ROUND_S, assert_one_chain, contributes, rounds, started_swarm
 
 pytestmark = pytest.mark.scenario
 
@@ -26,18 +26,12 @@ OWNED_AGAIN = 2
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSwarm]:
     folder = tmp_path_factory.mktemp("faults")
-    run_file = write_run(folder, ["run.rounds=100000", "merging.interval_steps=24"])
-    with LocalSwarm(folder / "swarm", run_file, 4) as started:
-        started.start()
-        started.wait_until(has_rounds(2), what="two rounds", timeout_s=2 * ROUND_S)
+    with started_swarm(
+        folder, 4, ["run.rounds=100000", "merging.interval_steps=24"], after_rounds=2
+    ) as started:
         yield started
         started.kill()
         assert_one_chain(started)
-
-
-def assert_one_chain(swarm: LocalSwarm) -> None:
-    by_height = digests_by_height([peer.events() for peer in swarm.peers])
-    assert {len(digests) for digests in by_height.values()} == {1}
 
 
 def revive(swarm: LocalSwarm) -> None:
@@ -87,10 +81,9 @@ def test_a_peer_killed_again_and_again_while_it_starts_comes_back(swarm: LocalSw
 
 @pytest.mark.exhaustive  # T_reform passes twice
 def test_a_lone_survivor_goes_on_and_the_others_return_to_its_chain(tmp_path: Path) -> None:
-    run_file = write_run(tmp_path, ["run.rounds=100000", "round.reform_after_s=20.0"])
-    with LocalSwarm(tmp_path / "swarm", run_file, 4) as swarm:
-        swarm.start()
-        swarm.wait_until(has_rounds(3), what="three rounds", timeout_s=2 * ROUND_S)
+    with started_swarm(
+        tmp_path, 4, ["run.rounds=100000", "round.reform_after_s=20.0"], after_rounds=3
+    ) as swarm:
         survivor, *lost = swarm.peers
         for peer in lost:
             peer.kill()

@@ -7,7 +7,7 @@ import pytest
 
 from swarm.emulation.local_swarm import Event, LocalPeer, LocalSwarm
 from tests.scenarios.impatient_peer import PATIENCE_S
-from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, rounds, write_run
+from tests.scenarios.swarms import ROUND_S, peer_id, rounds, started_swarm
 
 pytestmark = pytest.mark.scenario
 
@@ -17,11 +17,10 @@ NUM_EXPERTS = 8
 def test_experts_go_on_with_zeros_after_a_kill_and_with_their_moments_after_a_leave(
     tmp_path: Path,
 ) -> None:
-    run_file = write_run(tmp_path, ["run.rounds=100000", "merging.alpha=0.0"])
     program = "tests.scenarios.impatient_peer"
-    with LocalSwarm(tmp_path / "swarm", run_file, 3, program=program) as swarm:
-        swarm.start()
-        swarm.wait_until(has_rounds(3), what="rounds", timeout_s=2 * ROUND_S)
+    with started_swarm(
+        tmp_path, 3, ["run.rounds=100000", "merging.alpha=0.0"], program=program, after_rounds=3
+    ) as swarm:
         victim, leaver, stays = swarm.peers
         lost = rounds(victim)[-1]["owned"]
         victim.kill()

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from swarm.emulation.local_swarm import LocalSwarm, applied, summary
-from tests.scenarios.swarms import ROUND_S, finish, peer_id, write_run
+from swarm.emulation.local_swarm import applied, summary
+from tests.scenarios.swarms import ROUND_S, finish, peer_id, started_swarm
 
 pytestmark = pytest.mark.scenario
 
@@ -27,15 +27,13 @@ def test_every_lie_is_refused_and_counted_and_every_round_ends_right(tmp_path: P
     # Each lie costs this time. An honest peer with the same delay on a busy machine is excluded
     # too.
     settings = ["wire.part_bytes=65536", "round.roster_after_s=12.0"]
-    run_file = write_run(tmp_path, [f"run.rounds={ROUNDS}", *settings])
-    with LocalSwarm(
-        tmp_path / "swarm",
-        run_file,
+    with started_swarm(
+        tmp_path,
         3,
+        [f"run.rounds={ROUNDS}", *settings],
         founder_options=["--wait-for-peers", "4"],
         program="tests.scenarios.forgiving_peer",  # otherwise some lies would not be tried
     ) as swarm:
-        swarm.start()
         swarm.program = "tests.scenarios.hostile_peer"
         liar = swarm.add(swarm.peers[0].join_options())
         finish(swarm, ROUNDS * ROUND_S)
@@ -48,8 +46,7 @@ def test_every_lie_is_refused_and_counted_and_every_round_ends_right(tmp_path: P
     assert merges == [2, 4, 6, 8], "announcements forged, dropped and late change nothing"
     assert verdict["digests_per_height"] == [1] * len(verdict["digests_per_height"])
     assert [event["round"] for event in rounds[0]] == list(range(1, ROUNDS + 1))
-    for event in rounds[0]:
-        assert len(event["contributors"]) >= 3
+    assert all(len(event["contributors"]) >= 3 for event in rounds[0])
     # Its offers after its last lie are in order again.
     counted = [liar_id in event["contributors"] for event in rounds[0]]
     assert counted == [True] + [False] * LIES + [True]

@@ -14,8 +14,16 @@ import pytest
 from click.testing import CliRunner
 
 from peers.doctor import main as doctor
-from swarm.emulation.local_swarm import Event, LocalPeer, LocalSwarm, applied, digests_by_height
-from tests.scenarios.swarms import ROUND_S, contributes, has_rounds, peer_id, rounds, write_run
+from swarm.emulation.local_swarm import Event, LocalPeer, LocalSwarm, applied
+from tests.scenarios.swarms import (
+    ROUND_S,
+    assert_one_chain,
+    contributes,
+    peer_id,
+    rounds,
+    started_swarm,
+    write_run,
+)
 
 pytestmark = pytest.mark.scenario
 
@@ -32,14 +40,12 @@ Waiting for a joiner would cost 14 s (T_late).
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSwarm]:
     folder = tmp_path_factory.mktemp("join")
-    run_file = write_run(folder, ["run.rounds=100000", "round.local_steps=12"])
-    with LocalSwarm(folder / "swarm", run_file, NUM_FOUNDERS) as started:
-        started.start()
-        started.wait_until(has_rounds(4), what="four rounds", timeout_s=2 * ROUND_S)
+    with started_swarm(
+        folder, NUM_FOUNDERS, ["run.rounds=100000", "round.local_steps=12"], after_rounds=4
+    ) as started:
         yield started
         started.kill()
-        histories = [peer.events() for peer in started.peers]
-        assert {len(digests) for digests in digests_by_height(histories).values()} == {1}
+        assert_one_chain(started)
 
 
 def join(swarm: LocalSwarm, via: LocalPeer, *options: str) -> LocalPeer:
@@ -174,10 +180,9 @@ def test_joiners_follow_a_founder_that_was_killed_while_it_gathered(tmp_path: Pa
 def test_a_joiner_that_was_killed_before_it_had_a_record_needs_no_address_again(
     tmp_path: Path,
 ) -> None:
-    run_file = write_run(tmp_path, ["run.rounds=100000", "merging.alpha=0.0"])
-    with LocalSwarm(tmp_path / "swarm", run_file, 1) as swarm:
-        swarm.start()
-        swarm.wait_until(has_rounds(1), what="a round", timeout_s=ROUND_S)
+    with started_swarm(
+        tmp_path, 1, ["run.rounds=100000", "merging.alpha=0.0"], after_rounds=1
+    ) as swarm:
         swarm.program = "tests.scenarios.crashing_peer"
         joiner = join(swarm, swarm.peers[0], "--crash", "joined@1")
         assert joiner.wait(ROUND_S) == -signal.SIGKILL

@@ -12,15 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from swarm.emulation.local_swarm import LocalPeer, LocalSwarm, digests_by_height
+from swarm.emulation.local_swarm import LocalPeer, LocalSwarm
 from swarm.errors import OutOfMemory
-from tests.scenarios.swarms import (
-    ROUND_S,
-    contributes,
-    has_rounds,
-    run_folder,
-    write_run,
-)
+from tests.scenarios.swarms import ROUND_S, assert_one_chain, contributes, run_folder, started_swarm
 
 pytestmark = pytest.mark.scenario
 
@@ -32,14 +26,10 @@ LOG_BYTES = 20_000
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSwarm]:
     folder = tmp_path_factory.mktemp("local_faults")
-    run_file = write_run(folder, ["run.rounds=100000"])
-    with LocalSwarm(folder / "swarm", run_file, NUM_PEERS) as started:
-        started.start()
-        started.wait_until(has_rounds(2), what="two rounds", timeout_s=2 * ROUND_S)
+    with started_swarm(folder, NUM_PEERS, ["run.rounds=100000"], after_rounds=2) as started:
         yield started
         started.kill()
-        histories = [peer.events() for peer in started.peers]
-        assert {len(digests) for digests in digests_by_height(histories).values()} == {1}
+        assert_one_chain(started)
         assert all("runs already" not in peer.output() for peer in started.peers)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from swarm.emulation.local_swarm import LocalSwarm, summary
 from swarm.peer.machine.state_directory import RunDirectory
-from tests.scenarios.swarms import finish, has_rounds, kill_and_restart, run_folder, write_run
+from tests.scenarios.swarms import finish, has_rounds, kill_and_restart, run_folder, started_swarm
 from tests.scenarios.test_deltas import CODED, check
 
 pytestmark = [pytest.mark.scenario]
@@ -26,11 +26,10 @@ def test_rounds_that_overlap_end_in_one_state_and_count_every_step(
     tmp_path: Path, second: str
 ) -> None:
     """The second peer streams, or has two workers. Both engines are read during steps."""
-    run_file, engines = write_run(tmp_path, [*OVERLAPPED, "run.rounds=6"]), _of_second(second)
-    with LocalSwarm(tmp_path / "swarm", run_file, 2, own_options=engines) as swarm:
-        swarm.start()
+    settings, engines = [*OVERLAPPED, "run.rounds=6"], _of_second(second)
+    with started_swarm(tmp_path, 2, settings, own_options=engines) as swarm:
         finish(swarm, 300)
-        check(swarm, run_file, 6)
+        check(swarm, 6)
 
 
 @pytest.mark.exhaustive
@@ -38,34 +37,29 @@ def test_rounds_that_overlap_end_in_one_state_and_count_every_step(
 def test_peers_that_are_all_killed_between_steps_go_on_with_their_offers(
     tmp_path: Path, second: str
 ) -> None:
-    run_file, engines = write_run(tmp_path, [*OVERLAPPED, "run.rounds=8"]), _of_second(second)
-    with LocalSwarm(tmp_path / "swarm", run_file, 2, own_options=engines) as swarm:
-        swarm.start()
+    settings, engines = [*OVERLAPPED, "run.rounds=8"], _of_second(second)
+    with started_swarm(tmp_path, 2, settings, own_options=engines) as swarm:
         for rounds in (2, 4, 6):
             swarm.wait_until(has_rounds(rounds), what=f"{rounds} rounds", timeout_s=200)
             kill_and_restart(swarm)
         finish(swarm, 300)
-        check(swarm, run_file, 8)
+        check(swarm, 8)
 
 
 @pytest.mark.exhaustive
 def test_rounds_of_a_given_time_overlap_too(tmp_path: Path) -> None:
     """Each peer takes the steps that fit, and offers them during the next ones."""
     timed = ["round.seconds=3.0", "optimizer.schedule_steps=200", "run.rounds=5"]
-    run_file = write_run(tmp_path, [*OVERLAPPED, *timed])
-    with LocalSwarm(tmp_path / "swarm", run_file, 2) as swarm:
-        swarm.start()
+    with started_swarm(tmp_path, 2, [*OVERLAPPED, *timed]) as swarm:
         finish(swarm, 300)
-        check(swarm, run_file, 5)
+        check(swarm, 5)
 
 
 @pytest.mark.exhaustive
 def test_peers_that_are_all_killed_within_a_cycle_make_their_offers_again(tmp_path: Path) -> None:
     """Their private states are from earlier rounds. They repeat the offers made since."""
     slices = ["round.experts_every=2", "round.stagger=true", "run.rounds=8"]
-    run_file = write_run(tmp_path, [*OVERLAPPED, *slices])
-    with LocalSwarm(tmp_path / "swarm", run_file, 2) as swarm:
-        swarm.start()
+    with started_swarm(tmp_path, 2, [*OVERLAPPED, *slices]) as swarm:
         for rounds in (1, 3, 5):
             swarm.wait_until(has_rounds(rounds), what=f"{rounds} rounds", timeout_s=200)
             swarm.wait_until(_have_offered(rounds), what="the next offers", timeout_s=200)

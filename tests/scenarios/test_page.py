@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from swarm.emulation.local_swarm import LocalSwarm
 from tests.processes import running
-from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, write_run
+from tests.scenarios.swarms import ROUND_S, peer_id, started_swarm
 
 pytestmark = pytest.mark.scenario
 
@@ -28,10 +28,7 @@ REFORM_S = 20.0
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSwarm]:
     folder = tmp_path_factory.mktemp("page")
     settings = ["run.rounds=100000", "round.local_steps=12", f"round.reform_after_s={REFORM_S}"]
-    run_file = write_run(folder, settings)
-    with LocalSwarm(folder / "swarm", run_file, 2) as started:
-        started.start()
-        started.wait_until(has_rounds(2), what="two rounds", timeout_s=2 * ROUND_S)
+    with started_swarm(folder, 2, settings, after_rounds=2) as started:
         yield started
         started.kill()
 

@@ -1,30 +1,21 @@
 """A killed peer resumes from its disk: bit for bit, and without damaged files."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
-from swarm.config import RunConfig
-from swarm.data.corpus import standard_library_corpus
-from swarm.data.shards import open_shards
-from swarm.data.tokenizer import BYTE
-from swarm.emulation.local_swarm import LocalPeer, LocalSwarm, digests_by_height
-from tests.scenarios.spes_reference import train_by_reference
+from swarm.emulation.local_swarm import LocalPeer
+from tests.scenarios.spes_reference import assert_equals_the_reference
 from tests.scenarios.swarms import (
     NOBODY_LEFT_OUT,
     ROUND_S,
-    agreed_state,
+    assert_one_chain,
     contributes,
     finish,
-    has_rounds,
-    peer_id,
-    read_record,
-    read_run,
+    restart_all_once_one_died,
     run_folder,
-    write_run,
+    started_swarm,
 )
 
 pytestmark = pytest.mark.scenario
@@ -35,55 +26,17 @@ SIX_ROUNDS = ["run.rounds=6", *NOBODY_LEFT_OUT]
 
 def test_six_rounds_with_everybody_killed_four_times_equal_the_reference(tmp_path: Path) -> None:
     """Killed between accept, record and swap of a round or a merge, and once after three rounds."""
-    run_file = write_run(tmp_path, SIX_ROUNDS)
-    with LocalSwarm(
-        tmp_path / "swarm",
-        run_file,
+    with started_swarm(
+        tmp_path,
         NUM_PEERS,
+        SIX_ROUNDS,
         options=["--crash", "accepted@1"],
         program="tests.scenarios.crashing_peer",
     ) as swarm:
-        swarm.start()
-        for crash in ("applied@2m", "applying@4", "swapped@5"):
-            kill_everybody_once_one_died(swarm)
-            restart_all(swarm, crash)
-        kill_everybody_once_one_died(swarm)
-        swarm.program = "peers.peer"
-        restart_all(swarm)
+        for crash in ("applied@2m", "applying@4", "swapped@5", ""):
+            restart_all_once_one_died(swarm, crash)
         finish(swarm, 150)
-        states = [agreed_state(peer, read_run(run_file)) for peer in swarm.peers]
-        expected = reference(swarm, read_run(run_file), tmp_path / "data")
-    for state in states:
-        different = [name for name in expected if not torch.equal(state[name], expected[name])]
-        assert not different
-
-
-def kill_everybody_once_one_died(swarm: LocalSwarm) -> None:
-    swarm.wait_until(
-        lambda swarm: any(not peer.alive for peer in swarm.peers), what="a crash", timeout_s=120
-    )
-    for peer in swarm.peers:
-        peer.kill()
-
-
-def restart_all(swarm: LocalSwarm, crash: str | None = None) -> None:
-    swarm.options = ["--crash", crash] if crash else []
-    for peer in swarm.peers:
-        peer.program = swarm.program
-        swarm.restart(peer, [])
-
-
-def reference(swarm: LocalSwarm, run: RunConfig, cache: Path) -> Mapping[str, Tensor]:
-    """The result of one process that trains the same peers without a swarm."""
-    ordered = sorted(peer_id(peer) for peer in swarm.peers)
-    owners = read_record(swarm.peers[0]).tip.owners
-    return train_by_reference(
-        run,
-        open_shards(standard_library_corpus(), cache, BYTE),
-        ordered,
-        {expert: [ordered.index(peer) for peer in peers] for expert, peers in owners.items()},
-        rounds=run.run.rounds,
-    )
+        assert_equals_the_reference(swarm, tmp_path / "data")
 
 
 def tear(path: Path) -> None:
@@ -125,10 +78,7 @@ DAMAGES: list[tuple[Callable[[LocalPeer], None], str]] = [
 
 @pytest.mark.exhaustive
 def test_a_damaged_file_is_noticed_and_its_peer_contributes_again(tmp_path: Path) -> None:
-    run_file = write_run(tmp_path, ["run.rounds=1000"])
-    with LocalSwarm(tmp_path / "swarm", run_file, 4) as swarm:
-        swarm.start()
-        swarm.wait_until(has_rounds(3), what="three rounds", timeout_s=2 * ROUND_S)
+    with started_swarm(tmp_path, 4, ["run.rounds=1000"], after_rounds=3) as swarm:
         for peer, (damage, said) in zip(swarm.peers[1:], DAMAGES, strict=True):
             peer.kill()
             damage(peer)
@@ -136,5 +86,4 @@ def test_a_damaged_file_is_noticed_and_its_peer_contributes_again(tmp_path: Path
             swarm.wait_until(contributes(peer), what="its return", timeout_s=3 * ROUND_S)
             assert said in peer.output()
         swarm.kill()
-        histories = [peer.events() for peer in swarm.peers]
-    assert {len(digests) for digests in digests_by_height(histories).values()} == {1}
+    assert_one_chain(swarm)

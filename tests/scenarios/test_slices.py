@@ -23,13 +23,12 @@ from tests.scenarios.spes_reference import mean, merge_is_due, train_locally
 from tests.scenarios.swarms import (
     agreed_state,
     finish,
-    has_rounds,
     kill_and_restart,
     peer_id,
     read_record,
     read_run,
     rounds,
-    write_run,
+    started_swarm,
 )
 
 pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
@@ -52,11 +51,10 @@ SETTINGS = [
 
 
 def test_rounds_of_slices_are_flat_and_equal_plain_arithmetic_through_kills(tmp_path: Path) -> None:
-    run_file = write_run(tmp_path, SETTINGS)
-    run = read_run(run_file)
-    with LocalSwarm(tmp_path / "swarm", run_file, NUM_PEERS) as swarm:
-        swarm.start()
-        swarm.wait_until(has_rounds(KILLED_AFTER), what="six rounds", timeout_s=300)
+    with started_swarm(
+        tmp_path, NUM_PEERS, SETTINGS, after_rounds=KILLED_AFTER, within_s=300
+    ) as swarm:
+        run = read_run(swarm.run_file)
         sent = [_bytes_sent(swarm, number) for number in range(2, KILLED_AFTER + 1)]
         kill_and_restart(swarm)
         finish(swarm, 300)

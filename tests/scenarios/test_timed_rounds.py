@@ -12,18 +12,12 @@ from swarm.emulation.fault_plan import FaultPlan
 from swarm.emulation.fault_runner import FaultRunner
 from swarm.emulation.local_peer import LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm, summary
-from swarm.monitor.snapshot import Coverage, Sighting, snapshot_of
+from swarm.monitor.snapshot import Coverage, Sighting
 from swarm.protocol.values.manifest import Manifest
 from swarm.protocol.values.work import num_samples, trained
+from tests.monitor.small_swarm import project
 from tests.peer_records import peer_record
-from tests.scenarios.swarms import (
-    finish,
-    peer_id,
-    read_record,
-    read_run,
-    rounds,
-    write_run,
-)
+from tests.scenarios.swarms import finish, peer_id, read_record, read_run, rounds, write_run
 
 pytestmark = [pytest.mark.scenario, pytest.mark.alone]
 
@@ -36,10 +30,9 @@ BATCH_TOKENS = 128
 
 
 def coverage_of(tip: Manifest) -> Coverage:
-    seen = Sighting("run", "run", {"A": peer_record("A")}, {}, {}, tip)
-    snapshot = snapshot_of(seen)
-    assert snapshot and snapshot.coverage
-    return snapshot.coverage
+    coverage = project(Sighting("run", "run", {"A": peer_record("A")}, {}, {}, tip)).coverage
+    assert coverage
+    return coverage
 
 
 def share_of_training(peer: LocalPeer) -> float:

@@ -7,9 +7,9 @@ from statistics import mean
 import pytest
 
 from swarm.config import RunConfig
-from swarm.emulation.local_swarm import LocalSwarm, applied
+from swarm.emulation.local_swarm import applied
 from swarm.model.cost import bytes_sent_per_peer_per_round, parameters
-from tests.scenarios.swarms import finish, read_run, write_run
+from tests.scenarios.swarms import finish, read_run, started_swarm
 
 pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
 logger = logging.getLogger(__name__)
@@ -45,9 +45,9 @@ def sent_per_round(folder: Path, *, owners: int) -> tuple[float, RunConfig]:
     last round is left out too, because no manifest marks its end.
     """
     folder.mkdir()
-    run_file = write_run(folder, [*WIDE_EXPERTS, f"ownership.owners_per_expert={owners}"])
-    with LocalSwarm(folder / "swarm", run_file, NUM_PEERS) as swarm:
-        swarm.start()
+    with started_swarm(
+        folder, NUM_PEERS, [*WIDE_EXPERTS, f"ownership.owners_per_expert={owners}"]
+    ) as swarm:
         finish(swarm, 240)
         histories = [applied(peer.events(), "quorum") for peer in swarm.peers]
     windows = [history[1 : COUNTED_ROUNDS + 1] for history in histories]
@@ -60,7 +60,7 @@ def sent_per_round(folder: Path, *, owners: int) -> tuple[float, RunConfig]:
     logger.info(
         "owners=%d blob_bytes=%.0f control_bytes=%.0f a peer and round", owners, blobs, control
     )
-    return blobs, read_run(run_file)
+    return blobs, read_run(swarm.run_file)
 
 
 def formula(run: RunConfig, owners: int) -> float:

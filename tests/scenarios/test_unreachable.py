@@ -4,29 +4,24 @@ One peer listens, two only dial out. All traffic between these two goes through 
 """
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-import torch
 
-from swarm.data.corpus import standard_library_corpus
-from swarm.data.shards import open_shards
-from swarm.data.tokenizer import BYTE
 from swarm.emulation.links import LINKS, Link
 from swarm.emulation.local_swarm import LocalPeer, LocalSwarm, summary
 from swarm.emulation.networks import NamespaceLinks, why_not_here
 from swarm.errors import LinkTooSlow
-from tests.scenarios.spes_reference import train_by_reference
+from tests.scenarios.spes_reference import assert_equals_the_reference
 from tests.scenarios.swarms import (
     NOBODY_LEFT_OUT,
     ROUND_S,
-    agreed_state,
     finish,
-    has_rounds,
     peer_id,
     read_record,
-    read_run,
     rounds,
+    started_swarm,
     write_run,
 )
 
@@ -35,16 +30,21 @@ pytestmark = pytest.mark.scenario
 NUM_PEERS = 3
 
 
+def start(swarm: LocalSwarm, *of_joiners: str) -> None:
+    """Starts a founder, and the others with these options."""
+    founding = ["--run", str(swarm.run_file), "--wait-for-peers", str(NUM_PEERS)]
+    join = swarm.add(founding).join_options()
+    for _ in range(1, NUM_PEERS):
+        swarm.add([*join, *of_joiners])
+
+
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> LocalSwarm:
     """A finished run of one peer that listens and two that only dial out."""
     folder = tmp_path_factory.mktemp("unreachable")
     run_file = write_run(folder, ["ownership.owners_per_expert=2", *NOBODY_LEFT_OUT])
     with LocalSwarm(folder / "swarm", run_file, NUM_PEERS) as started:
-        founder = started.add(["--run", str(run_file), "--wait-for-peers", str(NUM_PEERS)])
-        join = founder.join_options()
-        for _ in range(1, NUM_PEERS):
-            started.add([*join, "--client-mode"])
+        start(started, "--client-mode")
         finish(started, 150)
         return started
 
@@ -58,18 +58,7 @@ def test_their_work_is_in_every_round_and_nothing_is_lost(swarm: LocalSwarm) -> 
 
 
 def test_their_experts_reach_everybody_bit_for_bit(swarm: LocalSwarm, tmp_path: Path) -> None:
-    run = read_run(swarm.run_file)
-    ordered = sorted(peer_id(peer) for peer in swarm.peers)
-    tip = read_record(swarm.peers[0]).tip
-    expected = train_by_reference(
-        run,
-        open_shards(standard_library_corpus(), tmp_path / "data", BYTE),
-        ordered,
-        {e: [ordered.index(peer) for peer in owners] for e, owners in tip.owners.items()},
-        rounds=run.run.rounds,
-    )
-    for state in (agreed_state(peer, run) for peer in swarm.peers):
-        assert not [name for name in expected if not torch.equal(state[name], expected[name])]
+    assert_equals_the_reference(swarm, tmp_path / "data")
 
 
 def test_who_cannot_be_dialled_reduces_nothing(swarm: LocalSwarm) -> None:
@@ -97,9 +86,8 @@ def test_only_who_can_be_dialled_prints_a_line_for_joiners(swarm: LocalSwarm) ->
 def network() -> Iterator[NamespaceLinks]:
     if why := why_not_here():
         pytest.skip(why)
-    links = NamespaceLinks(LINKS["home-20"])
-    yield links
-    links.close()
+    with closing(NamespaceLinks(LINKS["home-20"])) as links:
+        yield links
 
 
 @pytest.mark.exhaustive  # seconds of time-outs until closed ports are known
@@ -110,10 +98,7 @@ def test_two_behind_routers_train_with_each_other_through_a_third(
     network.hide([1, 2])
     run_file = write_run(tmp_path, ["run.rounds=6"])
     with LocalSwarm(tmp_path / "swarm", run_file, NUM_PEERS, links=network) as swarm:
-        founder = swarm.add(["--run", str(run_file), "--wait-for-peers", str(NUM_PEERS)])
-        join = founder.join_options()
-        for _ in range(1, NUM_PEERS):
-            swarm.add([*join, *mode])
+        start(swarm, *mode)
         finish(swarm, 280)
         verdict = summary(swarm)
         assert len(verdict["manifest_digests"]) == 1
@@ -130,17 +115,13 @@ def test_a_joiner_whose_link_cannot_carry_the_run_is_told_so_before_it_downloads
 ) -> None:
     if why := why_not_here():
         pytest.skip(why)
-    slow = NamespaceLinks(Link(up_mbit=1.5, down_mbit=1.5, rtt_ms=30))
     sizes = ["model.hidden_size=192", "model.moe_intermediate_size=384", "run.rounds=100000"]
-    run_file = write_run(tmp_path, sizes)
-    try:
-        with LocalSwarm(tmp_path / "swarm", run_file, 1, links=slow) as swarm:
-            swarm.start()
-            swarm.wait_until(has_rounds(2), what="rounds of one peer", timeout_s=ROUND_S)
-            joiner = swarm.add(["--initial-peers", swarm.peers[0].join_address()])
-            assert joiner.wait(2 * ROUND_S) == LinkTooSlow.exit_code
-            assert "Mbit/s are needed" in joiner.output()
-            packs = list((swarm.folder / "peer-1").glob("runs/*/packs/*.pack"))
-            assert sum(path.stat().st_size for path in packs) < 1e6, "no part of the model"
-    finally:
-        slow.close()
+    with (
+        closing(NamespaceLinks(Link(up_mbit=1.5, down_mbit=1.5, rtt_ms=30))) as slow,
+        started_swarm(tmp_path, 1, sizes, links=slow, after_rounds=2) as swarm,
+    ):
+        joiner = swarm.add(["--initial-peers", swarm.peers[0].join_address()])
+        assert joiner.wait(2 * ROUND_S) == LinkTooSlow.exit_code
+        assert "Mbit/s are needed" in joiner.output()
+        packs = list((swarm.folder / "peer-1").glob("runs/*/packs/*.pack"))
+        assert sum(path.stat().st_size for path in packs) < 1e6, "no part of the model"
