@@ -19,15 +19,15 @@ from swarm.protocol.records.records import (
     validation_key,
     validation_keys,
 )
-from swarm.protocol.values.manifest import Manifest, PeerId
+from swarm.protocol.values.manifest import Manifest
 from tests.hostile.false_records import WAIT_S, Stranger, store, strangers
 from tests.monitor.small_swarm import project
 from tests.network.runs.test_observer import Lonely
 from tests.peer_records import peer_record
+from tests.protocol.records.test_records import ROUNDS, loss_of, measured
 from tests.protocol.round_pump import found, make_rules
 
-RUN, ROUNDS = "run-1", 12
-EARLIER = "cd" * 32
+RUN = "run-1"
 FALSE = 0.001
 
 
@@ -40,21 +40,6 @@ def crowd() -> list[Stranger]:
 def tip_of(members: list[Stranger]) -> Manifest:
     tip = found(make_rules(), [one.peer_id for one in members])
     return replace(tip, run=RUN, height=ROUNDS, round=ROUNDS)
-
-
-def loss_of(number: int) -> float:
-    return 5.0 - number / 10
-
-
-def measured(tip: Manifest) -> dict[PeerId, ValidationRecord]:
-    """Each round by one voter, as in an honest run; the tip by its first convener."""
-    records = {}
-    for place, peer in enumerate(tip.order):
-        rounds = [n for n in range(1, ROUNDS) if n % len(tip.order) == place]
-        *recent, last = ((n, loss_of(n)) for n in [*rounds, *([] if place else [ROUNDS])])
-        digest = EARLIER if place else tip.digest
-        records[peer] = ValidationRecord(last[0], digest, last[1], 64, 64, tuple(recent))
-    return records
 
 
 @pytest.mark.parametrize("newest", [2**31 - 1, ROUNDS])

@@ -81,6 +81,7 @@ VALIDATION = ValidationRecord(
     recent=((1, 4.0), (2, 3.0)),
 )
 SCORES = ScoreRecord((Score(HEX, 3, "arc_easy", "acc,none", 0.25, 2376),))
+SCORE = dataclasses.asdict(SCORES.scores[0])
 EXAMPLES: list[DhtRecord] = [RUN, PEER, MERGE, VALIDATION, SCORES]
 KINDS = [type(example) for example in EXAMPLES]
 json_values = st.recursive(
@@ -164,11 +165,11 @@ def test_a_truncated_or_changed_record_never_raises_anything_else(
         (VALIDATION, "val_loss", -1.7e308),
         (VALIDATION, "recent", [[1, 1.7e308]]),
         (SCORES, "scores", []),
-        (SCORES, "scores", [dataclasses.asdict(SCORES.scores[0])] * 25),
-        (SCORES, "scores", [dataclasses.asdict(SCORES.scores[0]) | {"task": "two words"}]),
-        (SCORES, "scores", [dataclasses.asdict(SCORES.scores[0]) | {"metric": "x" * 65}]),
-        (SCORES, "scores", [dataclasses.asdict(SCORES.scores[0]) | {"samples": 0}]),
-        (SCORES, "scores", [dataclasses.asdict(SCORES.scores[0]) | {"round": 2**31}]),
+        (SCORES, "scores", [SCORE] * 25),
+        (SCORES, "scores", [SCORE | {"task": "two words"}]),
+        (SCORES, "scores", [SCORE | {"metric": "x" * 65}]),
+        (SCORES, "scores", [SCORE | {"samples": 0}]),
+        (SCORES, "scores", [SCORE | {"round": 2**31}]),
     ],
 )
 def test_values_outside_the_schema_are_refused(
@@ -368,15 +369,11 @@ def test_one_record_of_the_last_round_there_is_makes_no_curve() -> None:
     for number in (LAST, ROUNDS + 1, ROUNDS, ROUNDS - 1):
         lie = ValidationRecord(number, tip.digest, 0.001, 1, 10**6, every)
         told = told_losses(honest | {liar: lie}, tip)
-        measured_by_others = {n for record in others(honest, liar) for n, _ in rows(record)}
-        own = set(range(ROUNDS)) - measured_by_others
+        by_others = {n for peer in honest.keys() - {liar} for n, _ in rows(honest[peer])}
+        own = set(range(ROUNDS)) - by_others
         assert told.by_round == CURVE | dict.fromkeys(own, 0.001), "nobody else measured these"
         assert told.by_manifest == {tip.digest: loss_of(ROUNDS)}
         assert told.bits_per_byte_of_nat == honest[tip.order[0]].bits_per_byte_of_nat
-
-
-def others(records: dict[PeerId, ValidationRecord], liar: PeerId) -> list[ValidationRecord]:
-    return [record for peer, record in records.items() if peer != liar]
 
 
 def rows(record: ValidationRecord) -> tuple[tuple[int, float], ...]:

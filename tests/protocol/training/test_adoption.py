@@ -4,7 +4,8 @@ import pytest
 
 from swarm.protocol.messages.messages import Offer, OfferedUnit
 from swarm.protocol.training.adoption import Action, adopt
-from swarm.protocol.values.manifest import Entry, Founding, Kind, Manifest, Member
+from swarm.protocol.values.manifest import Entry, Kind, Member
+from tests.protocol.round_pump import found, make_rules
 
 TIP = "tip"
 
@@ -17,18 +18,13 @@ def manifest(
     expert, *, kind=Kind.QUORUM, parent=TIP, owner="me", contributors=("me", "you"), sources=()
 ):
     """A successor of TIP with this entry for expert 0."""
-    return Manifest(
-        run="r",
-        generation="0",
+    return found(
+        make_rules(experts=1, parts=1),
+        ["me", "you"],
         height=4,
         round=3,
         kind=kind,
         parent=parent,
-        founding=Founding("me", "n", "c" * 64, 1, "v" * 64, 4),
-        step=0,
-        tokens=0,
-        merged=0,
-        members={"me": Member(0, 1.0), "you": Member(0, 1.0)},
         contributors=contributors,
         sources={"expert.0": tuple(sources)},
         owners={0: (owner,)},
@@ -45,30 +41,29 @@ def decide(new, *, base="e0", offers=()):
     return adopt("me", new, previous=TIP, bases=bases, offers=offers)
 
 
-def test_progress_on_an_expert_that_did_not_move_is_kept():
-    decision = decide(manifest(entry("e0")), offers=[offering("mine")]).experts[0]
-    assert (decision.action, decision.base) == (Action.KEEP, "e0")
+MINE = {"offers": [offering("mine")]}
 
 
-def test_my_published_value_becomes_the_base_and_the_master_stays():
-    decision = decide(manifest(entry("mine")), offers=[offering("mine")]).experts[0]
-    assert (decision.action, decision.base) == (Action.PUBLISHED, "mine")
-
-
-def test_progress_from_an_older_value_than_the_agreed_one_is_dropped():
-    decision = decide(manifest(entry("e9")), offers=[offering("mine")]).experts[0]
-    assert (decision.action, decision.base) == (Action.RESTART, "e9")
-    assert decide(manifest(entry("e9"))).experts[0].action is Action.RESTART
+@pytest.mark.parametrize(
+    ("agreed", "known", "action", "base"),
+    [
+        pytest.param(entry("e0"), MINE, Action.KEEP, "e0", id="not moved"),
+        pytest.param(entry("mine"), MINE, Action.PUBLISHED, "mine", id="my value"),
+        pytest.param(entry("e9"), MINE, Action.RESTART, "e9", id="another value"),
+        pytest.param(entry("e9"), {}, Action.RESTART, "e9", id="another value, no offer"),
+        pytest.param(entry("e0"), {"base": None}, Action.TAKE_UP, "e0", id="comes back"),
+    ],
+)
+def test_an_expert_of_mine_goes_on_from_the_agreed_value_or_from_it_anew(
+    agreed, known, action, base
+):
+    decision = decide(manifest(agreed), **known).experts[0]
+    assert (decision.action, decision.base) == (action, base)
 
 
 def test_a_lost_expert_is_dropped_even_if_its_value_did_not_move():
     decision = decide(manifest(entry("e0"), owner="you")).experts[0]
     assert (decision.action, decision.base) == (Action.DROP, None)
-
-
-def test_an_expert_that_comes_back_starts_from_the_agreed_value():
-    decision = decide(manifest(entry("e0")), base=None).experts[0]
-    assert (decision.action, decision.base) == (Action.TAKE_UP, "e0")
 
 
 def test_nothing_is_said_about_experts_that_never_were_mine():
@@ -166,11 +161,8 @@ SOURCES = (("me", "mine"), ("you", "yours"))
 def test_an_owner_whose_value_is_in_the_mean_keeps_what_the_wire_rounded_off():
     averaged = manifest(entry("mean", codec="bf16"), sources=SOURCES)
     decision = decide(averaged, offers=[offering("mine")]).experts[0]
-    assert (decision.action, decision.base, decision.rebase_from) == (
-        Action.AVERAGED,
-        "mean",
-        "mine",
-    )
+    found = (decision.action, decision.base, decision.rebase_from)
+    assert found == (Action.AVERAGED, "mean", "mine")
 
 
 def test_an_owner_whose_exact_value_is_in_the_mean_restarts_from_it():

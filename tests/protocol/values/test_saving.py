@@ -45,19 +45,17 @@ def offered_on(tip: Manifest) -> SavedWork:
 
 def test_the_private_state_is_saved_once_a_cycle_and_each_offer_by_itself() -> None:
     chain = tips(CYCLE + 1)
-    peer = Peer([applied(tip) for tip in chain[1:]], at=Applied(FIRST, 0.0))
-    peer.go(rules=CODED)
+    peer = Peer([applied(tip) for tip in chain[1:]], at=Applied(FIRST, 0.0)).go(rules=CODED)
     saves = [call for call in peer.calls if call.name in ("save", "save_offer")]
     between = ["save_offer"] * (CYCLE - 1)
     assert [call.name for call in saves] == ["save", *between, "save", "save_offer"]
     assert [call.work.base_tip for call in saves] == [tip.digest for tip in chain]
-    assert len(peer.of("submit")) == len(saves)
+    assert len(peer.offers) == len(saves)
 
 
 def test_without_codings_each_round_saves_all_and_goes_on_in_the_same_bits() -> None:
     chain = tips(CYCLE)
-    peer = Peer([applied(tip) for tip in chain[1:]], at=Applied(FIRST, 0.0))
-    peer.go(rules=SLICED)
+    peer = Peer([applied(tip) for tip in chain[1:]], at=Applied(FIRST, 0.0)).go(rules=SLICED)
     assert len(peer.of("save")) == len(chain)
     assert peer.of("save_offer") == []
 
@@ -70,7 +68,7 @@ def test_an_offer_newer_than_the_private_state_is_offered_again_and_waited_for()
     peer.go(rules=CODED)
     begun = peer.names()[: peer.names().index("adopt", peer.names().index("submit"))]
     assert "train" not in begun, "the model does not contain the offer"
-    offer = peer.of("submit")[0].offer
+    offer = peer.offers[0]
     assert offer.tip == first.digest
     assert {u: value.digest for u, value in offer.units.items()} == offered_on(first).offered
     assert all(value.base == first.entries[unit].digest for unit, value in offer.units.items())
@@ -98,7 +96,7 @@ def test_an_offer_goes_to_a_reform_and_is_lost_if_a_round_leaves_it_out() -> Non
         at=Applied(first, 0.0),
     )
     peer.go(rules=CODED)
-    again = [submit.offer for submit in peer.of("submit")[:2]]
+    again = peer.offers[:2]
     assert [offer.tip for offer in again] == [first.digest, reform.digest]
     assert again[0].units == again[1].units
     assert [lose.tokens for lose in peer.of("lose")] == [1000]
@@ -108,9 +106,8 @@ def test_an_offer_goes_to_a_reform_and_is_lost_if_a_round_leaves_it_out() -> Non
 def test_a_peer_that_is_to_offer_other_units_by_now_makes_no_old_offer() -> None:
     first = tips(1)[1]
     other = replace(offered_on(first), offered={"shared.0": "offered"})
-    peer = Peer([], saved=saved_on(FIRST), offer=other, at=Applied(first, 0.0))
-    peer.go(rules=CODED)
-    units = peer.of("submit")[0].offer.units
+    peer = Peer([], saved=saved_on(FIRST), offer=other, at=Applied(first, 0.0)).go(rules=CODED)
+    units = peer.offers[0].units
     assert {unit: value.digest for unit, value in units.items()} == {
         unit: f"trained.{unit}" for unit in SLICED.schedule.due_of("me", first)
     }

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -65,11 +65,16 @@ class Peer(TrainingShell):
     """Result of a pause."""
     calls: list[SimpleNamespace] = field(default_factory=list)
 
-    def go(self, **options: Any) -> None:
+    def go(self, **options: Any) -> Self:
         """Runs until the rounds or the script are over."""
         rules, rounds = options.pop("rules", RULES), options.pop("rounds", 9)
         with contextlib.suppress(Over):
             at_once(Training(self, "me", rules, rounds, **options).run())
+        return self
+
+    @property
+    def offers(self) -> list[Offer]:
+        return [call.offer for call in self.of("submit")]
 
     def of(self, name: str) -> list[SimpleNamespace]:
         """Arguments of the calls of a name."""
@@ -187,14 +192,13 @@ def saved_on(tip: Manifest, **changes: Any) -> SavedWork:
 
 def test_a_round_is_trained_saved_offered_adopted_and_reported_in_this_order() -> None:
     mine = after(TIP, contributors=("me", "you"))
-    peer = Peer([applied(mine)])
-    peer.go(rounds=1)
+    peer = Peer([applied(mine)]).go(rounds=1)
     assert peer.names() == [
         "newest", "load", "adopt", "resumed", *(["validate"] if TIP.order[0] == "me" else []),
         "may_stop", "train", "save", "submit", "wait", "adopt", "report", "release",
         *(["validate"] if mine.order[0] == "me" else []),
     ]  # fmt: skip
-    (offer,) = [call.offer for call in peer.of("submit")]
+    (offer,) = peer.offers
     assert (offer.tip, offer.steps, offer.tokens) == (TIP.digest, STEPS, 1000)
     assert {expert_of_unit(unit) for unit in offer.units} == {None, MINE}
     assert peer.of("report")[0].counted
@@ -202,8 +206,7 @@ def test_a_round_is_trained_saved_offered_adopted_and_reported_in_this_order() -
 
 def test_a_stranger_neither_trains_nor_offers() -> None:
     outside = replace(TIP, members={"you": TIP.members["you"]}, owners={0: ("you",), 1: ("you",)})
-    peer = Peer([], at=Applied(outside, 0.0))
-    peer.go()
+    peer = Peer([], at=Applied(outside, 0.0)).go()
     assert peer.of("train") == []
     assert [wait.state for wait in peer.of("wait")] == [PeerState.JOINING]
 
@@ -232,8 +235,7 @@ def test_a_merge_after_the_last_round_is_part_of_the_run() -> None:
 
 
 def test_a_round_that_went_on_takes_the_steps_away_and_their_tokens_are_lost() -> None:
-    peer = Peer([applied(after(TIP))])
-    peer.go(rounds=1)
+    peer = Peer([applied(after(TIP))]).go(rounds=1)
     assert [(lose.tokens, lose.reason) for lose in peer.of("lose")] == [(1000, "why")]
     assert not peer.of("report")[0].counted
 
@@ -241,8 +243,7 @@ def test_a_round_that_went_on_takes_the_steps_away_and_their_tokens_are_lost() -
 def test_steps_that_go_on_in_a_unit_of_deltas_are_lost_if_a_second_round_leaves_them_out() -> None:
     first = moved_by_a_delta(TIP)
     second = moved_by_a_delta(first)
-    peer = Peer([applied(first), applied(second)])
-    peer.go(rounds=2)
+    peer = Peer([applied(first), applied(second)]).go(rounds=2)
     assert [save.work.carried for save in peer.of("save")] == [frozenset(), frozenset(["shared.0"])]
     assert [lose.tokens for lose in peer.of("lose")] == [2000]
 
@@ -258,29 +259,25 @@ def moved_by_a_delta(parent: Manifest) -> Manifest:
 
 def test_a_reform_gets_the_finished_work_and_that_is_saved_for_it_first() -> None:
     reform = after(TIP, kind=Kind.REFORM)
-    peer = Peer([applied(reform)])
-    peer.go()
+    peer = Peer([applied(reform)]).go()
     assert len(peer.of("train")) == 1
     assert [save.work.base_tip for save in peer.of("save")] == [TIP.digest, reform.digest]
-    assert [submit.offer.tip for submit in peer.of("submit")] == [TIP.digest, reform.digest]
+    assert [offer.tip for offer in peer.offers] == [TIP.digest, reform.digest]
     assert peer.of("lose") == []
 
 
 def test_steps_that_a_reform_interrupts_go_on_where_they_were() -> None:
     half = Done(steps=1, tokens=250, completed=False)
     reform = after(TIP, kind=Kind.REFORM)
-    peer = Peer([applied(reform)], steps=[half])
-    peer.go()
+    peer = Peer([applied(reform)], steps=[half]).go()
     assert [train.before for train in peer.of("train")] == [None, half]
-    offers = [submit.offer for submit in peer.of("submit")]
-    assert [(o.tip, o.steps) for o in offers if not o.is_late] == [(reform.digest, STEPS)]
+    assert [(o.tip, o.steps) for o in peer.offers if not o.is_late] == [(reform.digest, STEPS)]
 
 
 def test_a_manifest_whose_blobs_are_gone_is_jumped_over() -> None:
     first = after(TIP)
     second = after(first)
-    peer = Peer([applied(first), applied(second)], gone=frozenset({first.digest}))
-    peer.go(rounds=2)
+    peer = Peer([applied(first), applied(second)], gone=frozenset({first.digest})).go(rounds=2)
     assert [report.applied.manifest.digest for report in peer.of("report")] == [second.digest]
 
 
@@ -311,7 +308,7 @@ def test_what_a_round_left_out_of_own_experts_is_offered_before_the_next_steps(
         peer.at = Applied(replace(TIP, entries=entries), 0.0)
         peer.tips = [applied(after(peer.at.manifest))]
     peer.go(rules=rules)
-    offers = [submit.offer for submit in peer.of("submit")]
+    offers = peer.offers
     assert [offer.is_late for offer in offers].count(True) == late
     if late:
         assert offers[1].is_late and offers[1].units.keys() == {unit}
@@ -321,8 +318,7 @@ def test_what_a_round_left_out_of_own_experts_is_offered_before_the_next_steps(
 
 
 def test_a_round_that_counts_leaves_nothing_late() -> None:
-    peer = Peer([applied(after(TIP, contributors=("me",)))])
-    peer.go()
+    peer = Peer([applied(after(TIP, contributors=("me",)))]).go()
     assert peer.of("store") == []
 
 
@@ -349,9 +345,8 @@ def renewed(tip: Manifest, contributors: tuple[str, ...]) -> Manifest:
 def test_each_offer_holds_what_is_due_trained_from_its_own_base() -> None:
     first = renewed(FIRST, ("me", "you"))
     second = renewed(first, ("me", "you"))
-    peer = Peer([applied(first), applied(second)], at=Applied(FIRST, 0.0))
-    peer.go(rules=SLICED)
-    offers = [submit.offer for submit in peer.of("submit")]
+    peer = Peer([applied(first), applied(second)], at=Applied(FIRST, 0.0)).go(rules=SLICED)
+    offers = peer.offers
     for offer, tip in zip(offers, [FIRST, first, second], strict=True):
         assert tuple(sorted(offer.units)) == SLICED.schedule.due_of("me", tip)
         assert all(value.base == tip.entries[u].digest for u, value in offer.units.items())
@@ -362,8 +357,7 @@ def test_each_offer_holds_what_is_due_trained_from_its_own_base() -> None:
 
 def test_parts_that_were_not_due_go_on_and_the_private_state_says_from_where() -> None:
     first = renewed(FIRST, ("you",))
-    peer = Peer([applied(first)], at=Applied(FIRST, 0.0))
-    peer.go(rules=SLICED)
+    peer = Peer([applied(first)], at=Applied(FIRST, 0.0)).go(rules=SLICED)
     (due,) = [unit for unit in SLICED.schedule.due(FIRST) if expert_of_unit(unit) is None]
     decision = peer.of("adopt")[-1].decision
     assert decision.kept_parts == set(SLICED.shared_units) - {due}
@@ -377,8 +371,7 @@ def test_after_a_crash_parts_go_on_unless_they_were_renewed_meanwhile() -> None:
     second = renewed(first, ("you",))
     bases = {unit: FIRST.entries[unit].digest for unit in SLICED.shared_units}
     saved = saved_on(FIRST, part_bases=bases)
-    peer = Peer([], saved=saved, at=Applied(second, 0.0, parent=first))
-    peer.go(rules=SLICED)
+    peer = Peer([], saved=saved, at=Applied(second, 0.0, parent=first)).go(rules=SLICED)
     moved = {u for u in bases if second.entries[u].digest != bases[u]}
     assert len(moved) == 2
     kept = [adopt.decision.kept_parts for adopt in peer.of("adopt")]
@@ -392,11 +385,10 @@ def test_an_expert_that_missed_its_round_is_offered_late_and_the_others_wait_for
         chain.append(renewed(chain[-1], ("me", "you")))
     missed = {u for u in SLICED.schedule.due_of("me", FIRST) if expert_of_unit(u) is not None}
     assert missed
-    peer = Peer([applied(tip) for tip in chain], at=Applied(FIRST, 0.0))
-    peer.go(rules=SLICED)
-    late = [submit.offer for submit in peer.of("submit") if submit.offer.is_late]
+    peer = Peer([applied(tip) for tip in chain], at=Applied(FIRST, 0.0)).go(rules=SLICED)
+    late = [offer for offer in peer.offers if offer.is_late]
     assert all(offer.units.keys() <= set(SLICED.schedule.due_of("me", first)) for offer in late)
-    in_time = [submit.offer for submit in peer.of("submit") if not submit.offer.is_late]
+    in_time = [offer for offer in peer.offers if not offer.is_late]
     assert missed & in_time[0].units.keys()
     assert sum(bool(missed & offer.units.keys()) for offer in in_time) == 2
 
@@ -416,17 +408,15 @@ def test_what_rounds_agree_on_is_measured_once_a_cycle_and_in_the_end() -> None:
 
 
 def test_saved_work_on_the_tip_is_offered_again_without_a_step() -> None:
-    peer = Peer([], saved=saved_on(TIP))
-    peer.go()
+    peer = Peer([], saved=saved_on(TIP)).go()
     assert peer.names()[:4] == ["newest", "load", "adopt_frozen", "resumed"]
-    assert peer.of("train") == [] and len(peer.of("submit")) == 1
+    assert peer.of("train") == [] and len(peer.offers) == 1
 
 
 def test_saved_work_of_an_older_tip_is_dropped_and_experts_follow_the_way() -> None:
     due = after(TIP, contributors=("me",))
     merge = after(due, kind=Kind.MERGE)
-    peer = Peer([], saved=saved_on(TIP), at=Applied(merge, 3.0, parent=due))
-    peer.go()
+    peer = Peer([], saved=saved_on(TIP), at=Applied(merge, 3.0, parent=due)).go()
     assert [adopt.manifest.digest for adopt in peer.of("adopt")] == [due.digest, merge.digest]
     assert all(adopt.at_start for adopt in peer.of("adopt"))
     assert peer.of("train")[0].before is None
@@ -469,8 +459,7 @@ def test_a_private_state_that_does_not_fit_has_a_problem(
 def test_a_peer_waits_while_too_few_experts_have_an_owner_and_no_machine_has_room() -> None:
     rules = replace(RULES, min_owned_share=1.0)
     waiting = replace(TIP, owners={**TIP.owners, 1 - MINE: ()})
-    peer = Peer([applied(after(waiting))], at=Applied(waiting, 0.0))
-    peer.go(rules=rules, rounds=1)
+    peer = Peer([applied(after(waiting))], at=Applied(waiting, 0.0)).go(rules=rules, rounds=1)
     names = peer.names()
     assert names.index("pause") < names.index("train")
     (call,) = peer.of("pause")

@@ -49,20 +49,22 @@ def round_after(parent: Manifest, *peers: str) -> Manifest:
 
 def peer_with(*tips: Manifest, steps: Sequence[Done] = ()) -> Peer:
     """A peer that has begun the run and completed these rounds."""
-    peer = Peer([applied(tip) for tip in tips], steps=[*steps], at=applied(TIP)[0])
-    peer.go(rules=AHEAD)
-    return peer
+    return Peer([applied(tip) for tip in tips], steps=[*steps], at=applied(TIP)[0]).go(rules=AHEAD)
+
+
+def course(peer: Peer) -> list[str]:
+    """The local steps, offers and waits of a peer, in order."""
+    return [name for name in peer.names() if name in ("train", "submit", "wait")]
 
 
 def tokens(peer: Peer) -> list[tuple[int, int]]:
     """Steps and tokens of each offer."""
-    return [(call.offer.steps, call.offer.tokens) for call in peer.of("submit")]
+    return [(offer.steps, offer.tokens) for offer in peer.offers]
 
 
 def test_a_peer_trains_beside_its_offer_and_waits_only_if_the_round_takes_longer() -> None:
     peer = peer_with()
-    names = [name for name in peer.names() if name in ("train", "submit", "wait")]
-    assert names == ["train", "submit", "train", "wait"], "one offer is undecided"
+    assert course(peer) == ["train", "submit", "train", "wait"], "one offer is undecided"
     first, ahead = (call.task for call in peer.of("train"))
     assert (first.step, first.is_offered) == (0, False)
     assert (ahead.step, ahead.is_offered) == (STEPS, True)
@@ -75,7 +77,7 @@ def test_steps_beside_a_round_that_counts_the_offer_are_offered_on_its_manifest(
     second = round_after(TIP, "me", "you")
     peer = peer_with(second)
     assert tokens(peer) == [(STEPS, 1000), (STEPS, 1000)]
-    assert [call.offer.tip for call in peer.of("submit")] == [TIP.digest, second.digest]
+    assert [offer.tip for offer in peer.offers] == [TIP.digest, second.digest]
     assert [call.counted for call in peer.of("report")] == [True]
     assert peer.of("lose") == []
 
@@ -84,11 +86,8 @@ def test_what_a_manifest_counts_is_not_offered_again_where_its_blobs_are_gone() 
     first = round_after(TIP, "me", "you")
     second = round_after(first, "you")
     half = Done(steps=1, tokens=250, completed=False)
-    peer = Peer(
-        [applied(first), applied(second)], gone=frozenset({first.digest}), at=applied(TIP)[0]
-    )
-    peer.steps = [Done(), half]
-    peer.go(rules=AHEAD)
+    tips, gone = [applied(first), applied(second)], frozenset({first.digest})
+    peer = Peer(tips, steps=[Done(), half], gone=gone, at=applied(TIP)[0]).go(rules=AHEAD)
     assert [call.tokens for call in peer.of("lose")] == [250], "of the steps that no offer had"
     assert tokens(peer)[1:] == [(STEPS, 1000)]
 
@@ -105,8 +104,7 @@ def test_a_tip_that_comes_between_two_steps_is_adopted_and_the_rest_is_trained_o
 
 
 def test_steps_that_a_round_left_out_are_counted_with_the_next_offer() -> None:
-    second = round_after(TIP, "you")
-    peer = peer_with(second)
+    peer = peer_with(round_after(TIP, "you"))
     assert tokens(peer) == [(STEPS, 1000), (2 * STEPS, 2000)]
     assert [call.counted for call in peer.of("report")] == [False]
     assert peer.of("lose") == []
@@ -117,7 +115,7 @@ def test_a_peer_that_has_read_all_that_it_was_dealt_waits() -> None:
     second = round_after(TIP, "you")
     peer = peer_with(second)
     assert num_samples(second.dealt["me"]) == 2 * SAMPLES
-    assert [name for name in peer.names() if name in ("train", "submit", "wait")] == [
+    assert course(peer) == [
         *("train", "submit", "train", "wait"),  # the first round
         *("submit", "wait"),  # the samples of both offers are the whole deal
     ]
@@ -155,8 +153,7 @@ def test_steps_count_on_another_line_only_if_it_deals_their_samples(is_mine: boo
     mine, theirs = tip.dealt["me"], tip.dealt["you"]
     dealt = {"me": mine, "you": theirs} if is_mine else {"me": theirs, "you": mine}
     there = after(tip, kind=Kind.REFORM, generation="other", dealt=dealt)
-    peer = Peer([applied(here), applied(there)], at=applied(tip)[0])
-    peer.go(rules=rules)
+    peer = Peer([applied(here), applied(there)], at=applied(tip)[0]).go(rules=rules)
     assert not peer.of("adopt")[-1].decision.begins_anew(rules.shared_units)
     assert [call.tokens for call in peer.of("lose")] == ([] if is_mine else [2000])
     first = next(call.task for call in peer.of("train") if call.tip == there)
@@ -166,9 +163,7 @@ def test_steps_count_on_another_line_only_if_it_deals_their_samples(is_mine: boo
 def test_there_is_nothing_to_train_beside_the_last_round() -> None:
     peer = Peer([applied(round_after(TIP, "me", "you"))], at=applied(TIP)[0])
     peer.go(rules=AHEAD, rounds=1)
-    assert [name for name in peer.names() if name in ("train", "submit", "wait")] == [
-        "train", "submit", "wait",
-    ]  # fmt: skip
+    assert course(peer) == ["train", "submit", "wait"]
 
 
 def saved(tip: Manifest) -> SavedWork:
@@ -176,19 +171,15 @@ def saved(tip: Manifest) -> SavedWork:
 
 
 def test_after_a_restart_the_offer_is_in_flight_again_bit_for_bit() -> None:
-    peer = Peer([], saved=saved(TIP), at=applied(TIP)[0])
-    peer.go(rules=AHEAD)
-    assert [name for name in peer.names() if name in ("train", "submit", "wait")] == [
-        "submit", "train", "wait",
-    ]  # fmt: skip
+    peer = Peer([], saved=saved(TIP), at=applied(TIP)[0]).go(rules=AHEAD)
+    assert course(peer) == ["submit", "train", "wait"]
     assert peer.of("train")[0].task.dealt == split(TIP.dealt["me"], SAMPLES)[1]
 
 
 @pytest.mark.parametrize("peers", [("me", "you"), ("you",)])
 def test_after_a_restart_behind_its_round_steps_are_counted_once(peers: tuple[str, ...]) -> None:
     tip = round_after(TIP, *peers)
-    peer = Peer([], saved=saved(TIP), at=replace(applied(tip)[0], parent=TIP))
-    peer.go(rules=AHEAD)
+    peer = Peer([], saved=saved(TIP), at=replace(applied(tip)[0], parent=TIP)).go(rules=AHEAD)
     was_counted = "me" in peers
     assert tokens(peer)[0] == ((STEPS, 1000) if was_counted else (2 * STEPS, 2000))
     skipped = 0 if was_counted else SAMPLES
@@ -214,7 +205,7 @@ def test_steps_go_on_while_a_merge_is_due_and_are_offered_after_it() -> None:
     merge = after(due, kind=Kind.MERGE)
     peer = Peer([applied(due), applied(merge)], at=applied(TIP)[0])
     peer.go(rules=AHEAD, is_due=lambda tip: tip.digest == due.digest)
-    assert [call.offer.tip for call in peer.of("submit")] == [TIP.digest, merge.digest]
+    assert [offer.tip for offer in peer.offers] == [TIP.digest, merge.digest]
     beside = [call for call in peer.of("train") if call.tip.digest == due.digest]
     assert all(call.task.is_offered for call in beside), "nobody waits for these steps"
     assert [call.state for call in peer.of("wait")][1] is PeerState.MERGING

@@ -329,13 +329,8 @@ def test_what_a_member_costs_in_a_manifest_stays_small() -> None:
     for _ in range(3):
         history._round()
     tip = replace(history.tip, work=dict.fromkeys(history.tip.members, 123456789))
-    bare = replace(
-        tip,
-        work={},
-        holes=(),
-        dealt={},
-        members={peer: replace(m, tokens_per_s=0.0) for peer, m in tip.members.items()},
-    )
+    members = {peer: replace(m, tokens_per_s=0.0) for peer, m in tip.members.items()}
+    bare = replace(tip, work={}, holes=(), dealt={}, members=members)
     more = (len(tip.encoded) - len(bare.encoded)) / len(tip.members)
     assert more < 200, more
 

@@ -54,13 +54,10 @@ def test_a_silent_peer_is_not_waited_for() -> None:
 
 
 def test_a_silent_peer_whose_machine_refuses_messages_is_waited_for_half_as_long() -> None:
-    gone = replace(BUSY, is_gone=True)
-    assert why_close(replace(ROSTER, absent=(replace(gone, silent_s=2.9),)), TIMERS) is None
-    why = why_close(replace(ROSTER, absent=(replace(gone, silent_s=3.0),)), TIMERS)
-    assert (
-        why
-        == "roster closed with 3 of 4 offers: peer D refuses messages, silent for 3.0 s (limit 3.0)"
-    )
+    assert why_close(absent(is_gone=True, silent_s=2.9), TIMERS) is None
+    why = why_close(absent(is_gone=True, silent_s=3.0), TIMERS)
+    said = "peer D refuses messages, silent for 3.0 s (limit 3.0)"
+    assert why == f"roster closed with 3 of 4 offers: {said}"
 
 
 @pytest.mark.parametrize(("remaining_s", "waits"), [(0.0, True), (3.3, True), (3.4, False)])
@@ -172,8 +169,7 @@ def test_what_a_late_peer_has_worked_itself_is_what_counts() -> None:
 def test_everybody_who_is_missing_needs_a_reason_of_its_own() -> None:
     silent = Absent("E", silent_s=9.0, remaining_s=None, worked_s=10.0)
     late = Absent("F", silent_s=1.0, remaining_s=30.0, worked_s=10.0)
-    both = replace(ROSTER, absent=(silent, late))
-    why = why_close(both, TIMERS)
+    why = why_close(replace(ROSTER, absent=(silent, late)), TIMERS)
     assert why is not None and "peer E silent" in why and "peer F needs" in why
     assert why_close(replace(ROSTER, absent=(silent, late, BUSY)), TIMERS) is None
 
@@ -206,13 +202,8 @@ def test_who_says_that_it_is_done_may_be_late_by_a_part_of_its_word(
 ) -> None:
     """Time to write its offer to disk. It is less if the previous round waited without success."""
     for over_s, waits in ((limit_s - 0.1, True), (limit_s, False)):
-        done = replace(
-            BUSY,
-            remaining_s=0.0,
-            worked_s=3700.0,
-            word=Word(total_s, over_s),
-            contributed=contributed,
-        )
+        word = Word(total_s, over_s)
+        done = replace(BUSY, remaining_s=0.0, worked_s=3700.0, word=word, contributed=contributed)
         why = why_close(replace(HOUR, absent=(done,)), TIMERS)
         assert (why is None) == waits
         if why:
@@ -220,14 +211,13 @@ def test_who_says_that_it_is_done_may_be_late_by_a_part_of_its_word(
 
 
 def test_who_is_still_at_work_may_take_half_as_long_again_if_that_pays() -> None:
-    def why(over_s: float, remaining_s: float) -> str | None:
-        late = replace(
-            BUSY, remaining_s=remaining_s, worked_s=3600.0 + over_s, word=Word(3600.0, over_s)
-        )
+    def why(over_s: float) -> str | None:
+        word = Word(3600.0, over_s)
+        late = replace(BUSY, remaining_s=60.0, worked_s=3600.0 + over_s, word=word)
         return why_close(replace(HOUR, waited_s=over_s, num_offers=1, absent=(late,)), TIMERS)
 
-    assert why(1799.0, 60.0) is None
-    said = why(1800.0, 60.0)
+    assert why(1799.0) is None
+    said = why(1800.0)
     assert said is not None and "not ready 1800.0 s after its word (limit 1800.0)" in said
 
 
@@ -317,9 +307,7 @@ def test_a_new_trainee_is_waited_for_as_others_are_but_not_for_long() -> None:
     assert why_close(replace(voter, waited_s=6.0), TIMERS) is None
 
 
-def test_voters_wait_for_a_new_trainee_a_quarter_of_what_they_have_worked_whatever_it_says() -> (
-    None
-):
+def test_voters_wait_for_a_new_trainee_a_quarter_of_their_work_whatever_it_says() -> None:
     says = replace(NEW, remaining_s=100.0, worked_s=1e9, word=Word(1e9, -100.0), contributed=True)
     roster = replace(HOUR, absent=(says,))
     assert why_close(replace(roster, waited_s=899.0), TIMERS) is None
