@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from swarm.codecs import (
     read_parts,
     read_tensors,
 )
-from swarm.config import RunConfig
+from swarm.config import OptimizerConfig, RunConfig
 from swarm.data.held_out import HeldOut
 from swarm.data.loader import Loader
 from swarm.deltas.unit_deltas import Delta, apply_delta, difference, follow, rebase, reduced
@@ -41,9 +42,13 @@ from swarm.protocol.rounds.policies.rules import Rules
 from swarm.protocol.values.layout import layout_of
 from swarm.protocol.values.schedule import alpha_at, merge_due, merged_until
 from swarm.protocol.values.work import weights
+from swarm.train.engine import muon
 from swarm.train.engine.engine import Engine
+from swarm.train.engine.engine_options import EngineOptions
 from swarm.train.engine.local_steps import Task, train_local_steps
 from swarm.train.engine.micro_batches import MicroBatch
+from swarm.train.engine.optimizer import OwnedOptimizer
+from swarm.train.engine.optimizer_moments import MomentsFormat, Piece, Update
 from swarm.train.engine.resident import ResidentEngine
 
 
@@ -62,6 +67,8 @@ class Conditions:
         absent: what happens to tokens of an absent expert. "skip": it adds nothing. "mask": the
             router chooses among the experts held. "balance": so it does, and balances their loads.
         rotates: the foreign experts held are others in each cycle.
+        expert_decay: of Muon's momentum of experts. They learn from fewer tokens than the rest.
+        expert_lr: learning rate of the matrices of experts, in units of the run's.
     """
 
     delay: int = 0
@@ -71,6 +78,8 @@ class Conditions:
     held: int = 0
     absent: str = "skip"
     rotates: bool = False
+    expert_decay: float = muon.MOMENTUM_DECAY
+    expert_lr: float = 1
 
 
 WAITING = Conditions()
@@ -332,8 +341,33 @@ class InProcessSwarm:
             follow(engine, layout, before, after, _delta(move.offered[peer]))
 
 
+class _ExpertOptimizer(OwnedOptimizer):
+    """Muon with a momentum and a learning rate of their own for experts."""
+
+    def __init__(
+        self, settings: OptimizerConfig, form: MomentsFormat, conditions: Conditions
+    ) -> None:
+        super().__init__(settings, form)
+        self._conditions = conditions
+
+    def update_piece(
+        self,
+        piece: Piece,
+        gradient_x: Tensor,
+        update: Update,
+        *,
+        direction_RC: Tensor | None = None,
+    ) -> None:
+        if piece.matrix is None or ".experts.owned." not in piece.name:
+            super().update_piece(piece, gradient_x, update, direction_RC=direction_RC)
+            return
+        update = replace(update, lr=update.lr * self._conditions.expert_lr)
+        with mock.patch.object(muon, "MOMENTUM_DECAY", self._conditions.expert_decay):
+            super().update_piece(piece, gradient_x, update, direction_RC=direction_RC)
+
+
 class _LimitedEngine(ResidentEngine):
-    """Trains experts on a part of the text, or without some of the foreign experts.
+    """Trains experts on a part of the text, in other ways, or without some foreign ones.
 
     With several readers, each expert learns from one of as many equal parts of every batch. All
     other tensors learn from the whole batch, without any exchange. The loss above that of a usual
@@ -344,6 +378,9 @@ class _LimitedEngine(ResidentEngine):
         self._conditions, self._reader = conditions, 0
         self.held: Collection[int] = ()
         super().__init__(run)
+
+    def _new_optimizer(self, options: EngineOptions) -> OwnedOptimizer:
+        return _ExpertOptimizer(self._run.optimizer, options.moments, self._conditions)
 
     def own(self, experts: Sequence[int]) -> None:
         super().own(experts)
