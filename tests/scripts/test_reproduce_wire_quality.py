@@ -97,13 +97,13 @@ def test_the_search_gives_no_result(script: ModuleType) -> None:
 
 def test_an_expert_learns_from_one_part_of_the_batch(script: ModuleType) -> None:
     """The gradient of expert e is that of part e mod 2. Other tensors learn from both parts."""
-    from in_process import Conditions, _LimitedEngine  # the folder is on the path only in this test
+    from conditions import Conditions, LimitedEngine  # the folder is on the path only in this test
 
     run = script.run_of(script.METHODS["all-adamw-16"], 1.0, 1, script.QUICK)
     batch_BT1 = torch.randint(0, 256, (2 * run.train.micro_batch_sequences, 17))
 
     def gradients(readers: int, tokens_BT1: torch.Tensor) -> dict[str, torch.Tensor]:
-        engine = _LimitedEngine(run, Conditions(readers=readers))
+        engine = LimitedEngine(run, Conditions(readers=readers))
         engine.own(range(run.model.num_experts))
         for parameter in engine._model.parameters():
             values = torch.sin(torch.arange(1.0, parameter.numel() + 1)) / 9
@@ -144,7 +144,7 @@ def test_a_peer_without_some_experts_trains_without_them(script: ModuleType, nam
 
 
 def test_experts_may_have_a_rate_and_a_momentum_of_their_own(script: ModuleType) -> None:
-    from in_process import Conditions, _LimitedEngine
+    from conditions import Conditions, LimitedEngine
 
     run = script.run_of(script.METHODS["all-muon-16"], 1.0, 1, script.QUICK)
     batch_BT1 = torch.arange(run.train.micro_batch_sequences * 17).view(-1, 17) % 256
@@ -154,7 +154,7 @@ def test_experts_may_have_a_rate_and_a_momentum_of_their_own(script: ModuleType)
     def trained(**conditions: float) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Values and momentum after a step from the same weights."""
         torch.manual_seed(2)
-        engine = _LimitedEngine(run, Conditions(**conditions))
+        engine = LimitedEngine(run, Conditions(**conditions))
         engine.own(range(run.model.num_experts))
         for parameter in engine._model.parameters():
             parameter.data.copy_(0.02 * torch.randn_like(parameter))
