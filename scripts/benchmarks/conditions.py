@@ -29,7 +29,8 @@ class Conditions:
             most those of a round. 0: it waits.
         own_texts: each peer reads a part of the text of its own. The parts follow the order of the
             files, so each has other packages.
-        keeps_remainder: reducers add what the coding of a mean left out to the next mean [W5].
+        keeps_remainder: reducers add what the coding of a mean left out to the next mean. Policy:
+            delta means.
         readers: an expert learns from one of so many equal parts of each batch. 1: from all.
         held: experts that a peer has in memory, its own among them. 0: all.
         absent: what happens to tokens of an absent expert. "skip": it adds nothing. "mask": the
