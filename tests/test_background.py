@@ -188,22 +188,19 @@ def test_a_thread_that_does_not_end_is_named(caplog: pytest.LogCaptureFixture) -
     assert thread.stop(WAIT_S)
 
 
-def test_stop_ends_every_task_that_runs() -> None:
+async def test_stop_ends_every_task_that_runs() -> None:
     async def for_ever() -> None:
         await asyncio.Event().wait()
 
-    async def work() -> None:
-        tasks, other = Tasks("a test"), asyncio.create_task(for_ever())
-        tasks.spawn(for_ever())
-        tasks.supervise(for_ever)
-        tasks.add(other)
-        assert len(tasks) == 3
-        await asyncio.sleep(0)
-        await tasks.stop()
-        assert other.cancelled()
-        assert len(tasks) == 0
-
-    asyncio.run(work())
+    tasks, other = Tasks("a test"), asyncio.create_task(for_ever())
+    tasks.spawn(for_ever())
+    tasks.supervise(for_ever)
+    tasks.add(other)
+    assert len(tasks) == 3
+    await asyncio.sleep(0)
+    await tasks.stop()
+    assert other.cancelled()
+    assert len(tasks) == 0
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
@@ -228,23 +225,20 @@ def test_the_failure_of_a_task_is_logged_and_told(
 
 @pytest.mark.usefixtures("short_rests")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
-def test_a_supervised_task_goes_on_until_it_is_cancelled(
+async def test_a_supervised_task_goes_on_until_it_is_cancelled(
     fault: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def work() -> None:
-        body = Once(fault, for_ever)
-        task = asyncio.create_task(supervised_async("it", body))
-        assert await body.has_gone_on_here(2)
-        await asyncio.sleep(0.01)
-        assert not task.done()
-        task.cancel()
-        await asyncio.wait([task])
-        assert task.cancelled()
-
     async def for_ever() -> None:
         await asyncio.Event().wait()
 
-    asyncio.run(work())
+    body = Once(fault, for_ever)
+    task = asyncio.create_task(supervised_async("it", body))
+    assert await body.has_gone_on_here(2)
+    await asyncio.sleep(0.01)
+    assert not task.done()
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
     assert f"{type(fault).__name__}" in caplog.text
 
 
@@ -529,8 +523,7 @@ def nodes_fail(fault: BaseException, patch: pytest.MonkeyPatch, folder: Path) ->
     accepts = Once(fault, real.accept)
     patch.setattr(nodes, "listen", lambda *_: Listener(real))
     system = HastySystem()
-    wanted = Wanted(1, 1)
-    listening = nodes.Nodes(("", 0), b"", wanted, device="cpu", wait_s=1.0, system=system)
+    listening = nodes.Nodes(("", 0), b"", Wanted(1, 1), device="cpu", wait_s=1.0, system=system)
     with socket.create_connection(real.getsockname()):
         assert soon(lambda: "nodes-handshake" in system.started)
     listening.close()
@@ -833,16 +826,7 @@ def test_a_thread_of_a_pool_that_fails_between_two_calls_does_those_that_wait(
     assert "a thread of few failed; it begins again" in caplog.text
 
 
-def test_a_sample_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context))
-        rate = UploadRate()
-        samples = Once(RuntimeError("a bug"))
-        monkeypatch.setattr(rate, "sample", samples)
-        ours, theirs = await connected()
-        with ours, theirs, rate.watching("other", ours):
-            assert await samples.has_gone_on_here()
-
+async def test_a_sample_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     async def connected() -> tuple[socket.socket, socket.socket]:
         with socket.create_server(("127.0.0.1", 0)) as server:
             ours = socket.create_connection(server.getsockname())
@@ -850,5 +834,11 @@ def test_a_sample_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) ->
 
     heard: list[Any] = []
     monkeypatch.setattr("swarm.network.wire.upload_rate.LINE_SAMPLE_S", 0.001)
-    asyncio.run(work())
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context))
+    rate = UploadRate()
+    samples = Once(RuntimeError("a bug"))
+    monkeypatch.setattr(rate, "sample", samples)
+    ours, theirs = await connected()
+    with ours, theirs, rate.watching("other", ours):
+        assert await samples.has_gone_on_here()
     assert len(heard) == 1

@@ -83,8 +83,7 @@ def test_a_run_for_home_links_is_the_exact_one_at_a_sixteenth_of_dilocos_bytes(p
 
 @pytest.mark.parametrize("path", PEER_FILES, ids=lambda path: path.stem)
 def test_a_shipped_machine_loads(path: Path) -> None:
-    config = parse_config(PeerConfig, path.read_text(), source=str(path))
-    assert config != PeerConfig()
+    assert parse_config(PeerConfig, path.read_text(), source=str(path)) != PeerConfig()
 
 
 def test_the_shipped_files_are_those_that_the_readme_names() -> None:
@@ -343,8 +342,7 @@ def test_all_keys_are_listed_with_their_sections() -> None:
 
 
 def test_plain_values_and_text_give_the_same() -> None:
-    values = demo().model_dump(mode="json")
-    assert validate_config(RunConfig, values, source="x") == demo()
+    assert validate_config(RunConfig, demo().model_dump(mode="json"), source="x") == demo()
 
 
 @pytest.mark.parametrize(

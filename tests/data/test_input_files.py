@@ -39,8 +39,7 @@ def write_table(path: Path, **columns: Iterable[object]) -> None:
 
 
 def read(folder: Path, column: str = "text", skipped: Tally | None = None) -> list[str]:
-    found = folder_corpus(folder, column).documents(skipped)
-    return [each.decode() for each in found]
+    return [each.decode() for each in folder_corpus(folder, column).documents(skipped)]
 
 
 PACKED: dict[str, Callable[[bytes], bytes]] = {

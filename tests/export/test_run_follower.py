@@ -70,8 +70,7 @@ def test_the_next_multiple_is_due_or_the_last_round(
 
 def test_a_round_is_exported_once_its_merge_is_done() -> None:
     run = toy_run()  # merges every 12 steps
-    manifest = found(BlobStore(), run)
-    before = dataclasses.replace(manifest, round=2, step=12, merged=0)
+    before = dataclasses.replace(found(BlobStore(), run), round=2, step=12, merged=0)
     assert not is_ready(before, 2, run)
     assert is_ready(dataclasses.replace(before, merged=1), 2, run)
     assert not is_ready(dataclasses.replace(before, merged=1), 3, run)

@@ -207,8 +207,7 @@ def test_layers_and_micro_batches_have_noise_of_their_own() -> None:
 
 
 def test_the_selection_bias_decides_who_is_chosen_and_never_the_weight() -> None:
-    logits = [2.0, 1.0, 0.0, -1.0]
-    router, token = router_with_logits(logits, **SIGMOID)
+    router, token = router_with_logits([2.0, 1.0, 0.0, -1.0], **SIGMOID)
     assert router(token).expert_NK.tolist() == [[0, 1]]
     router.shift(torch.tensor([-1.0, 0.0, 0.0, 1.0]))
     routing = router(token)

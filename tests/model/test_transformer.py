@@ -36,8 +36,7 @@ def copies(named: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_what_is_written_is_read_in_the_type_of_its_storage(owned: list[int]) -> None:
     run = tiny_run()
     weights = random_weights(run)
-    model = model_of(run, owned, frozen="bf16")
-    read = model.read(shapes_of(run))
+    read = model_of(run, owned, frozen="bf16").read(shapes_of(run))
     assert {name: tensor.shape for name, tensor in read.items()} == shapes_of(run)
     for name, tensor in read.items():
         frozen = expert_of(name) not in (None, *owned)
@@ -89,8 +88,7 @@ def test_own_keeps_the_parameters_when_nothing_changes() -> None:
 
 
 def test_rows_of_a_trained_stack_are_the_owned_experts_in_order() -> None:
-    run = tiny_run()
-    model = model_of(run, [6, 2])
+    model = model_of(tiny_run(), [6, 2])
     stack = model.trained_parameters()["model.layers.1.mlp.experts.owned.down_proj"]
     assert stack.shape == (2, 64, 48)
     for row, expert in enumerate((2, 6)):

@@ -93,8 +93,7 @@ def test_shards_are_made_looked_at_verified_and_taken_by_a_run(
 
     overrides = ["model.vocab_size=512", "data.tokenizer=file"]
     run = parse_config(RunConfig, EXACT, source="test", overrides=overrides)
-    taken = RunText(str(out), tmp_path / "cache", print)
-    given = taken.found(run, used)
+    given = RunText(str(out), tmp_path / "cache", print).found(run, used)
     assert given.common is not None and given.common.tokens == found["tokens"]
     assert given.common.tokenizer == used.name and given.common.digest == found["digest"]
     tokens = np.frombuffer(given.held_out, "<u4")
@@ -204,8 +203,7 @@ def test_a_founder_has_all_the_held_out_text_of_ready_tokens_that_it_asks_for(
 ) -> None:
     out = tokenised_bytes(tmp_path, [f"text {number} " * 100 for number in range(4000)])
     run = parse_config(RunConfig, EXACT, source="test", overrides=["data.validation_bytes=65536"])
-    given = RunText(str(out), tmp_path / "cache", print).found(run, BYTE)
-    assert given.held_out_bytes == 65536
+    assert RunText(str(out), tmp_path / "cache", print).found(run, BYTE).held_out_bytes == 65536
 
 
 def test_of_ready_tokens_whole_documents_are_kept_as_text(

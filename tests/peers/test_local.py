@@ -210,8 +210,7 @@ def test_a_swarm_that_trains_for_long_is_not_silent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "EVERY_S", 0.0)
-    swarm = LocalSwarm(tmp_path, Path(DEMO), 0)
-    local.Progress(8, as_json=True)(swarm)
+    local.Progress(8, as_json=True)(LocalSwarm(tmp_path, Path(DEMO), 0))
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", "0 peers start or end a round\n")
 

@@ -218,8 +218,7 @@ def test_the_plan_counts_the_bytes_that_the_layout_cuts(name: str) -> None:
     path = RUNS / f"{name}.toml"
     for wire in ([], ["wire.shared=bf16"], ["wire.experts=fp32"]):
         run = parse_config(RunConfig, path.read_text(), source=name, overrides=wire)
-        layout = layout_of(run)
-        assert layout.num_bytes == shared_wire_bytes(run) + expert_wire_bytes(run)
+        assert layout_of(run).num_bytes == shared_wire_bytes(run) + expert_wire_bytes(run)
 
 
 def test_a_plan_says_how_long_a_round_and_the_run_take_and_at_which_speeds() -> None:
@@ -423,8 +422,7 @@ def test_the_bus_and_the_network_decide_how_a_model_is_cut() -> None:
         f"layers {layers}, 32 experts, 1/2 of masters and moments"
         for layers in ("0-4", "5-9", "10-14", "15-15")
     ]
-    whole = ("--set", "compute.pipeline=1")
-    (dealt,) = plan("spes_7b", *cards, *whole)["workers"]["ranks"]
+    (dealt,) = plan("spes_7b", *cards, "--set", "compute.pipeline=1")["workers"]["ranks"]
     assert dealt["holds"] == "all layers, 1/4 of 32 experts, 1/8 of masters and moments"
     without = ("--set", "compute.shard=none", "--set", "compute.tensor_parallel=1")
     stages = plan("spes_7b", *cards, *without)["workers"]["ranks"]

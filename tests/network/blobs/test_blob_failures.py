@@ -111,8 +111,7 @@ def test_no_error_at_any_step_of_a_collection_costs_a_blob(tmp_path, number):
 def test_a_disk_that_stays_full_costs_nothing_and_gives_its_garbage_back(tmp_path):
     agreed = [digest_of(content(seed)) for seed in AGREED]
     store = mostly_garbage(tmp_path)
-    garbage = store.put(content(NEWS, 50_000))
-    store.sync([garbage])
+    store.sync([store.put(content(NEWS, 50_000))])
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -210,8 +209,7 @@ def test_a_pack_that_is_shorter_than_its_index_says_is_an_error_and_never_zeros(
     os.truncate(tmp_path / "packs/00000000.pack", 1500)
     with pytest.raises(StateError, match="ends before byte 2000"):
         store.get(digest_of(content(1)))
-    again = BlobStore(tmp_path)
-    assert again.digests() == [digest_of(content(0))]
+    assert BlobStore(tmp_path).digests() == [digest_of(content(0))]
 
 
 def test_a_blob_is_read_into_one_buffer_however_little_the_system_gives_at_once(

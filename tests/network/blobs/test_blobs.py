@@ -86,16 +86,14 @@ def test_a_second_sync_adds_to_the_first(tmp_path):
     third = store.put(content(2))
     store.sync([second, third])
     store.sync([first, second, third])
-    again = BlobStore(tmp_path)
-    assert again.verify([first, second, third]) == []
+    assert BlobStore(tmp_path).verify([first, second, third]) == []
 
 
 def test_new_packs_never_take_the_name_of_one_that_is_there(tmp_path):
     for seed in range(3):
         store = BlobStore(tmp_path)
         store.sync([store.put(content(seed))])
-    again = BlobStore(tmp_path)
-    assert again.verify([digest_of(content(seed)) for seed in range(3)]) == []
+    assert BlobStore(tmp_path).verify([digest_of(content(seed)) for seed in range(3)]) == []
     assert len(files(tmp_path)) == 6
 
 
@@ -397,8 +395,7 @@ def test_the_disk_begins_before_the_sync(tmp_path, monkeypatch):
     half = packs.WRITEBACK_BYTES // 2
     store.put(bytes(half))
     assert not begun
-    digest = store.put(bytes(half + 1))
-    assert begun == [store.file_of(digest).pack.fileno()]
+    assert begun == [store.file_of(store.put(bytes(half + 1))).pack.fileno()]
     store.put(bytes(half - 1))
     assert len(begun) == 1
 

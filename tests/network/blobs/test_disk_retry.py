@@ -104,22 +104,19 @@ def test_a_write_that_cannot_succeed_is_a_state_error_at_once() -> None:
 FULL = "No space left on device (free some space)"
 
 
-def test_a_call_that_is_cancelled_while_it_waits_waits_for_nothing_any_more() -> None:
+async def test_a_call_that_is_cancelled_while_it_waits_waits_for_nothing_any_more() -> None:
     """As with a fetch that a newer manifest makes useless. The disk has room by then."""
 
     async def write() -> None:
         raise failure(errno.ENOSPC)
 
-    async def scene() -> None:
-        fetching = asyncio.create_task(patiently_async(write, "blobs"))
-        while not awaited():
-            await asyncio.sleep(0)
-        assert awaited() == f"blobs: {FULL}"
-        fetching.cancel()
-        await asyncio.wait([fetching])
-        assert fetching.cancelled() and awaited() == ""
-
-    asyncio.run(scene())
+    fetching = asyncio.create_task(patiently_async(write, "blobs"))
+    while not awaited():
+        await asyncio.sleep(0)
+    assert awaited() == f"blobs: {FULL}"
+    fetching.cancel()
+    await asyncio.wait([fetching])
+    assert fetching.cancelled() and awaited() == ""
 
 
 def test_a_call_that_comes_to_its_end_leaves_what_others_wait_for() -> None:

@@ -117,8 +117,7 @@ def test_among_strangers_whoever_takes_most_gives_way_and_the_first_stays() -> N
 def test_one_owner_has_a_bound_over_all_keys() -> None:
     one = Holder()
     keys = [DHTID.generate(source=str(number)) for number in range(10)]
-    kept = sum(one.store("s", LARGE, key) for key in keys)
-    assert kept == MAX_OWNER_BYTES // LARGE
+    assert sum(one.store("s", LARGE, key) for key in keys) == MAX_OWNER_BYTES // LARGE
 
 
 def test_a_known_key_has_a_limit_of_its_own_and_no_record_lives_long() -> None:

@@ -308,8 +308,7 @@ def test_the_number_of_streams_per_peer_is_capped(nodes):
     assert client.run(open_one_too_many(), WAIT_S) == Head(Status.BUSY).encode()
     assert honest.traffic.refused == {"streams_of_stranger": 1}
     want = Want(digest_of(SMALL), len(SMALL), (honest.peer_id,))
-    downloads = Downloads(client, BlobStore())
-    assert client.run(downloads.fetch_one(want, timeout_s=10), WAIT_S) == SMALL
+    assert client.run(Downloads(client, BlobStore()).fetch_one(want, timeout_s=10), WAIT_S) == SMALL
 
 
 def test_a_reader_that_takes_nothing_is_let_go(nodes, monkeypatch):

@@ -135,8 +135,7 @@ def test_many_small_blobs_for_several_workers_come_whole_and_once(swarm):
 
 def test_what_is_wanted_twice_or_is_here_already_is_not_asked_for(swarm):
     (source, _), (server, other), client = swarm
-    blob = content(0, MIB)
-    digest = source.put(blob)
+    digest = source.put(content(0, MIB))
     wants = [Want(digest, MIB, (other.peer_id,)), Want(digest, MIB, (server.peer_id,))]
     store = BlobStore()
     downloads = Downloads(client, store)
@@ -198,8 +197,7 @@ def test_an_upper_bound_is_enough_where_the_size_is_unknown(swarm):
     downloads = Downloads(client, BlobStore())
     bound = Want(digest, 100, (server.peer_id,), at_most=True)
     assert client.run(downloads.fetch_one(bound, timeout_s=10), WAIT_S) == b"manifest"
-    larger = source.put(bytes(101))
-    bound = Want(larger, 100, (server.peer_id,), at_most=True)
+    bound = Want(source.put(bytes(101)), 100, (server.peer_id,), at_most=True)
     with pytest.raises(NobodyReachable, match="blob_size"):
         client.run(downloads.fetch_one(bound, timeout_s=1.5), WAIT_S)
 
@@ -406,8 +404,7 @@ def test_a_stream_that_ends_while_its_blob_is_judged_holds_no_other_peer_up(swar
     judged = Want(its.put(large), len(large), (ending.peer_id,))
     behind = Want(its.put(small), len(small), (ending.peer_id,))
     beside = Want(others.put(small[:999]), 999, (other.peer_id,))
-    store = BlobStore()
-    downloads, fetched = Downloads(client, store), Fetched()
+    downloads, fetched = Downloads(client, BlobStore()), Fetched()
     begun, may_end = threading.Event(), threading.Event()
 
     def judge(*_: object) -> None:
@@ -435,7 +432,7 @@ def test_a_stream_that_ends_while_its_blob_is_judged_holds_no_other_peer_up(swar
         may_end.set()
 
 
-def test_sources_that_nobody_reaches_leave_nothing_behind():
+async def test_sources_that_nobody_reaches_leave_nothing_behind():
     class Nowhere:
         peer_id, traffic = "me", Traffic()
 
@@ -445,21 +442,18 @@ def test_sources_that_nobody_reaches_leave_nothing_behind():
         async def open_stream(self, peer: str, *_: object) -> socket.socket:
             raise NoRoute(peer)
 
-    async def ask_them_all() -> None:
-        failed: set[str] = set()
-        wants = [Want(f"{n:064x}", 1, (f"key-{n}",)) for n in range(500)]
-        fetch = downloads.fetch(wants, on_failure=lambda _, peer, __: failed.add(peer))
-        call = asyncio.create_task(fetch)
-        while len(failed) < len(wants):
-            await asyncio.sleep(0)
-        call.cancel()
-        await asyncio.wait([call])
-        while downloads._tasks:
-            await asyncio.sleep(0)
-        downloads._pump()
-
     downloads = Downloads(Nowhere(), BlobStore())
-    asyncio.run(ask_them_all())
+    failed: set[str] = set()
+    wants = [Want(f"{n:064x}", 1, (f"key-{n}",)) for n in range(500)]
+    fetch = downloads.fetch(wants, on_failure=lambda _, peer, __: failed.add(peer))
+    call = asyncio.create_task(fetch)
+    while len(failed) < len(wants):
+        await asyncio.sleep(0)
+    call.cancel()
+    await asyncio.wait([call])
+    while downloads._tasks:
+        await asyncio.sleep(0)
+    downloads._pump()
     assert downloads._flows == downloads._queues == {}
     assert downloads._sourcing._waiting == {}
 
@@ -582,8 +576,7 @@ def test_a_fault_that_is_met_with_one_source_costs_no_blob_of_the_others(
         return await opens(peer, *rest)
 
     monkeypatch.setattr(client, "open_stream", open_stream)
-    downloads = Downloads(client, store)
-    client.run(fetched.fetch(downloads, wants), WAIT_S)
+    client.run(fetched.fetch(Downloads(client, store), wants), WAIT_S)
     assert sorted(fetched.arrived) == sorted(want.digest for want in wants)
     assert {(peer, why) for _, peer, why in fetched.failures} == {("faulty", "own_fault")}
     assert "a stream of faulty failed by a fault of this peer" in caplog.text

@@ -392,8 +392,7 @@ def test_remembered_addresses_lead_in_where_the_given_ones_are_dead(peers, close
     first = peers.node()
     dead = f"/ip4/127.0.0.1/tcp/{closed_port}/p2p/{first.peer_id}"
     remembered = [Remembered("nonsense"), Remembered(first.addresses[0], 1.0)]
-    second = peers.node(known_peers=(dead,), remembered=remembered)
-    assert second.num_neighbours == 1
+    assert peers.node(known_peers=(dead,), remembered=remembered).num_neighbours == 1
 
 
 def test_stopping_is_quick_clean_and_may_be_repeated(peers, living_daemons, caplog):

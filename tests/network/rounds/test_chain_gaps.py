@@ -158,8 +158,7 @@ def test_a_member_s_question_for_heads_is_charged_and_one_of_another_run_is_not_
     assert ask(RULES.run) == b"", "a stranger needs none"
     ledger.admit([asker.peer_id])
     assert not charged
-    page = decode_page(ask(RULES.run))
-    assert [link.head.height for link in page] == [2, 3, 4, 5]
+    assert [link.head.height for link in decode_page(ask(RULES.run))] == [2, 3, 4, 5]
     assert charged == [(asker.peer_id, Cost.SECONDS)]
     with pytest.raises(Refused):
         ask(RULES.run, b"{}")

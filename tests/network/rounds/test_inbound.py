@@ -156,8 +156,7 @@ def successor(tip: Manifest) -> Manifest:
 
 
 def signed(identity: Identity, ballot: Ballot, digest: str, run: str = RUN) -> Signature:
-    statement = accept_statement(run, ballot, digest)
-    return identity.sign(statement)
+    return identity.sign(accept_statement(run, ballot, digest))
 
 
 # ---------------------------------------------------------------- valid messages
@@ -209,8 +208,7 @@ def test_results_count_only_as_their_reducer_has_signed_them(
 ) -> None:
     peer, other = sorted(identities)[:2]
     means = {"shared.0": ReducedUnit(TIP.digest, 100)}
-    statement = reduced_statement(RUN, TIP.digest, means)
-    signature = identities[peer].sign(statement)
+    signature = identities[peer].sign(reduced_statement(RUN, TIP.digest, means))
     reduced = Reduced(Ballot(0, "A"), TIP.digest, means, {}, signature)
     assert desk.receive(peer, reduced) == reduced
     for source, wrong in [

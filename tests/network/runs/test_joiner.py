@@ -187,8 +187,7 @@ def test_a_newer_state_begins_the_attempts_again(monkeypatch: pytest.MonkeyPatch
         time.sleep(seconds)
 
     monkeypatch.setattr(joiner, "newest_tip", tips)
-    found = asyncio.run(fetch(source, shown, clock=time, sleep=sleep))
-    assert found.record.tip is newer
+    assert asyncio.run(fetch(source, shown, clock=time, sleep=sleep)).record.tip is newer
 
 
 def test_what_is_missing_is_what_is_neither_here_nor_arriving() -> None:
@@ -274,8 +273,7 @@ def test_whoever_is_alone_reads_all_keys_each_time_and_few_see_each_other_soon()
     alone.comes("QmNew")
     alone.beats(1)
     assert "QmNew" in alone.seen
-    four = Counting(4)
-    assert four.beats(4) == [NUM_SHARDS, 4, 4, 4]
+    assert Counting(4).beats(4) == [NUM_SHARDS, 4, 4, 4]
 
 
 def test_a_key_that_cannot_be_read_hides_no_other() -> None:

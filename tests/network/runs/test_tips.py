@@ -66,8 +66,7 @@ def test_nobody_is_given_up_before_a_tip_is_proved(monkeypatch: pytest.MonkeyPat
     async def bad() -> int:
         return 0
 
-    found = first_and_soon([bad(), slow()], bool, 0.0)
-    assert asyncio.run(found) == [0, 1]
+    assert asyncio.run(first_and_soon([bad(), slow()], bool, 0.0)) == [0, 1]
 
 
 RULES: Rules = make_rules()

@@ -94,8 +94,7 @@ def test_a_start_goes_in_by_a_living_peer_beside_addresses_that_accept_and_say_n
     first = peers.node()
     with ExitStack() as undo:
         silent = tuple(silent_address(tmp_path, undo) for _ in range(4))
-        second = peers.node(known_peers=(*silent, *first.addresses))
-        assert first.peer_id in second.neighbours
+        assert first.peer_id in peers.node(known_peers=(*silent, *first.addresses)).neighbours
         with pytest.raises(NobodyReachable, match=f"{silent[0]}: .*says nothing for 1 s"):
             peers.node(known_peers=silent)
 
@@ -103,8 +102,7 @@ def test_a_start_goes_in_by_a_living_peer_beside_addresses_that_accept_and_say_n
 def test_what_answers_is_a_peer_only_if_it_greets_as_libp2p_does(
     peers: Peers, closed_port: int
 ) -> None:
-    node = peers.node()
-    address = Address.parse(node.addresses[0])
+    address = Address.parse(peers.node().addresses[0])
 
     async def asked_of(words: bytes) -> str | None:
         async def say(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

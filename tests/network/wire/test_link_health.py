@@ -39,7 +39,7 @@ def test_one_lost_message_is_nothing_and_an_answer_ends_a_silence() -> None:
     assert lines.unreached() == {}
 
 
-def test_a_line_from_which_nothing_comes_while_a_message_waits_is_cut_at_once(
+async def test_a_line_from_which_nothing_comes_while_a_message_waits_is_cut_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("swarm.network.wire.link_health.SILENT_S", 1.0)
@@ -57,17 +57,14 @@ def test_a_line_from_which_nothing_comes_while_a_message_waits_is_cut_at_once(
             await asyncio.sleep(1.2)
             raise Unreachable("no answer")
 
-    async def all_of_it() -> None:
-        await waited_for_in_vain("A", is_heard=True)
-        assert told == []
-        await waited_for_in_vain("B", is_heard=False)
-        assert told == ["B"], "while it waits"
-        await waited_for_in_vain("A", is_heard=True)  # one way only
-        assert told == ["B", "A,B"] and lines.unreached()["B"] is Silence.SILENT
-        await handler("B", b"")
-        assert "B" not in lines.unreached()
-
-    asyncio.run(all_of_it())
+    await waited_for_in_vain("A", is_heard=True)
+    assert told == []
+    await waited_for_in_vain("B", is_heard=False)
+    assert told == ["B"], "while it waits"
+    await waited_for_in_vain("A", is_heard=True)  # one way only
+    assert told == ["B", "A,B"] and lines.unreached()["B"] is Silence.SILENT
+    await handler("B", b"")
+    assert "B" not in lines.unreached()
 
 
 async def taken(peer: str, payload: bytes) -> None:

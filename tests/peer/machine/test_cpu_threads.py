@@ -116,8 +116,7 @@ def test_what_is_measured_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> Non
     plain = new_engine(RUN, [0, 2])
     random_state = torch.get_rng_state()
     for step in range(3):
-        found = measuring.step(batch(RUN, step), lr=1e-2)
-        assert found == plain.step(batch(RUN, step), lr=1e-2)
+        assert measuring.step(batch(RUN, step), lr=1e-2) == plain.step(batch(RUN, step), lr=1e-2)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert same(measuring.read(all_names(RUN)), plain.read(all_names(RUN)))
     assert same(dict(measuring.state_dict().tensors), dict(plain.state_dict().tensors))
@@ -333,8 +332,7 @@ def test_results_come_in_the_order_of_the_items_from_as_many_threads():
         return 10 * item, torch.get_num_threads()
 
     usual = torch.get_num_threads()
-    found = UnitThreads(3).each(work, [3, 1, 2], WORTH_ELEMENTS)
-    assert found == [(30, 1), (10, 1), (20, 1)]
+    assert UnitThreads(3).each(work, [3, 1, 2], WORTH_ELEMENTS) == [(30, 1), (10, 1), (20, 1)]
     assert torch.get_num_threads() == usual
 
 

@@ -255,8 +255,7 @@ def test_a_receiver_agrees_with_itself_only_where_there_is_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise a receiver with a slow line would make all others look slow."""
-    uplinks = [(5.0, 5.0)] * 9
-    measured = Measured(monkeypatch, uplinks=uplinks)
+    measured = Measured(monkeypatch, uplinks=[(5.0, 5.0)] * 9)
     measured.present = {"A": record()}
     asyncio.run(measure_full_uplink(measured.node, measured.present))
     assert agreed_mbit(measured.lines.full_mbit) is None

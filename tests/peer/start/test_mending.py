@@ -66,8 +66,7 @@ def test_a_damaged_file_that_the_run_id_binds_is_written_anew(
     path.unlink()
     if content is not None:
         path.write_bytes(content)
-    mended = settings_of(NAME, directory, Record(FIRST, None, None), store)
-    assert mended == (RUN, FIRST)
+    assert settings_of(NAME, directory, Record(FIRST, None, None), store) == (RUN, FIRST)
     assert (directory.read_config(), directory.read_founding()) == (RUN, FIRST)
 
 

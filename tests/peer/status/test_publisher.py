@@ -56,8 +56,7 @@ def said(node: Any, caplog: pytest.LogCaptureFixture, times: int = 1) -> str:
 def test_a_clock_that_is_none_of_the_others_is_said_once(
     caplog: pytest.LogCaptureFixture, ahead_s: float, words: str
 ) -> None:
-    node = Neighbours(a=ahead_s, b=ahead_s * 2, c=None)
-    text = said(node, caplog, times=3)
+    text = said(Neighbours(a=ahead_s, b=ahead_s * 2, c=None), caplog, times=3)
     assert text.count("the clock of this peer's records is") == text.count(f"{words} ") == 1
     assert "gave the time (2)" in text and "timedatectl set-ntp true" in text
 

@@ -48,8 +48,7 @@ def test_the_convener_tells_why_it_closed_the_roster_without_somebody() -> None:
     ]
     why = why_close(OpenRoster(60.0, 60.0, 3, 5, True, 5.0, absent), Timers())
     assert why
-    tip = replace(TIP, contributors=("A",))
-    told = left_out_by([Reason(Topic.ROUND, why)], tip)
+    told = left_out_by([Reason(Topic.ROUND, why)], replace(TIP, contributors=("A",)))
     assert told["C"].startswith("silent for 30.0 s (limit ")
     assert told["B"].startswith("needs 500.0 s more, which costs 3 peers more than its 1.0 s")
 
@@ -78,16 +77,14 @@ def test_the_convener_tells_of_lines_values_and_offers_that_it_did_not_take(
     text: str, refused: str, words: str
 ) -> None:
     topic = Topic.REFUSED if refused else Topic.ROUND
-    told = left_out_by([Reason(topic, text, refused)], TIP)
-    assert words in told["C"]
+    assert words in left_out_by([Reason(topic, text, refused)], TIP)["C"]
     assert left_out_by([Reason(topic, text.replace(" C ", " B "), refused)], TIP) == {}
 
 
 def test_an_account_has_the_words_of_its_own_round_alone() -> None:
     account = RoundAccount("A")
     text = "peer C left out after 3.0 s (limit 2.0): its machine refuses messages"
-    said = [Reason(Topic.ROUND, text)]
-    account.reasons_of = lambda: tuple(said)
+    account.reasons_of = lambda: (Reason(Topic.ROUND, text),)
     first = account.close(report(counted=True), 5.0, {"training": 4.00049}, NOTHING)
     assert (first.phases, list(first.left_out)) == ({"training": 4.0}, ["C"])
     assert account.close(report(counted=True), 5.0, {}, NOTHING).left_out == {}

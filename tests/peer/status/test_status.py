@@ -283,8 +283,7 @@ def test_the_history_of_held_out_losses_is_bounded_and_without_the_newest(
     validation = status.validation
     assert validation is not None
     assert validation.val_loss == validation.round == MAX_RECENT + 5
-    rounds = [round_ for round_, _ in validation.recent]
-    assert rounds == list(range(5, MAX_RECENT + 5))
+    assert [round_ for round_, _ in validation.recent] == list(range(5, MAX_RECENT + 5))
 
 
 def test_what_others_should_hear_of_soon_asks_for_publication(status: PeerStatus) -> None:
@@ -404,8 +403,7 @@ def test_a_peer_that_no_round_waits_for_is_told_so(
     status.tokens_per_s, tip = 10.0, TIP
     for number in range(1, 8):
         tip = successor(tip)
-        late = replace(report(tip), counted=number == 4)
-        status.applied(late)
+        status.applied(replace(report(tip), counted=number == 4))
         told = [r.message for r in caplog.records if "went on without this peer" in r.message]
         assert len(told) == (0 if number < 3 else 1 if number < 7 else 2)
     status.applied(replace(report(successor(tip), None), counted=False))  # it catches up

@@ -121,8 +121,7 @@ def test_a_peer_that_hears_all_at_once_that_it_has_left_hands_over_before_it_goe
 
 def test_without_a_manifest_it_goes_once_its_moments_are_there(scene: Scene) -> None:
     scene.script = {2: {"handed_over": True}}
-    said = scene.run()
-    assert said.startswith("the others did not answer in time")
+    assert scene.run().startswith("the others did not answer in time")
     assert COURTESY_S <= scene.now_s <= COURTESY_S + 2
 
 

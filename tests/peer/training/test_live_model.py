@@ -154,8 +154,7 @@ def test_frozen_experts_on_disk_are_the_agreed_blobs_also_after_these_are_collec
         for unit, value in initial_contents(RUN, LAYOUT)
     }
     founding = Founding("me", "n", "c" * 64, 1, "d" * 64, 4)
-    peers = {"me": 1.0, "other": 1.0}
-    founded = founding_manifest(founding, RUN, LAYOUT, initial, peers)
+    founded = founding_manifest(founding, RUN, LAYOUT, initial, {"me": 1.0, "other": 1.0})
     files = tmp_path / "frozen"
     kinds = {"kind": EngineKind.STREAMING, "frozen_folder": files, "frozen_lent": True}
     options = replace(EngineOptions.of(RUN), **kinds)

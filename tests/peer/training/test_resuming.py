@@ -123,8 +123,7 @@ def crashed(store: BlobStore, founded: Manifest, tmp_path: Path) -> tuple[Life, 
     adopt_into(life.model, founded, previous="")
     for step in range(STEPS):
         life.model.engine.step(batch(RUN, step), lr=1e-2)
-    work = SavedWork("", "", 0, STEPS, TOKENS, 1.0, 0, {}, {})
-    return life, life.finish(founded, work)
+    return life, life.finish(founded, SavedWork("", "", 0, STEPS, TOKENS, 1.0, 0, {}, {}))
 
 
 def test_a_state_that_was_written_beside_steps_is_not_written_again(
@@ -188,8 +187,7 @@ def test_a_unit_that_begins_anew_while_the_state_is_written_leaves_it_readable(
 
     monkeypatch.setattr(HashedFile, "_write_chunks", write_late)
     monkeypatch.setattr(Offering, "offered_all", hashed_before)
-    work = SavedWork("", "", 0, 1, TOKENS, 1.0, 0, {}, {})
-    offer = life.finish(founded, work)
+    offer = life.finish(founded, SavedWork("", "", 0, 1, TOKENS, 1.0, 0, {}, {}))
     assert refused and {u: v.digest for u, v in offer.units.items()} == {
         unit: founded.entries[unit].digest for unit in offer.units
     }
@@ -339,8 +337,7 @@ def test_a_round_that_went_on_takes_the_finished_steps_away(
     store: BlobStore, founded: Manifest, crashed: tuple[Life, Any], tmp_path: Path
 ) -> None:
     decided = replace(founded, height=1, round=1, step=9, kind=Kind.QUORUM, parent=founded.digest)
-    again = Life(store, tmp_path, decided, parent=founded)
-    assert again.resume() == (decided, None)
+    assert Life(store, tmp_path, decided, parent=founded).resume() == (decided, None)
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,7 @@ def test_a_device_that_orthogonalises_changes_no_bit(engines, sections, common, 
 
 def test_frozen_experts_in_a_mapped_file_change_no_bit(engines, tmp_path):
     run = tiny_run(model={"num_hidden_layers": 4})
-    mapped = engines(run, OWNED, frozen_folder=tmp_path)
-    assert_equal_for_steps(run, new_engine(run, OWNED), mapped)
+    assert_equal_for_steps(run, new_engine(run, OWNED), engines(run, OWNED, frozen_folder=tmp_path))
     on_disk = sum(file.stat().st_size for file in tmp_path.iterdir())
     matrices = 2 * sum(16 * 16 for _ in expert_shapes(run.model, 0))
     assert on_disk == 4 * matrices
@@ -343,8 +342,7 @@ def test_what_travels_is_the_master_rounded(engines):
 
 
 def test_a_packing_is_exact_up_to_alignment():
-    tensors = [("a", (3, 5), torch.float32), ("b", (7,), torch.bfloat16)]
-    packing = Packing.of(tensors)
+    packing = Packing.of([("a", (3, 5), torch.float32), ("b", (7,), torch.bfloat16)])
     assert packing.num_bytes == 2 * ALIGNMENT
     buffer = torch.zeros(packing.num_bytes, dtype=torch.uint8)
     views = packing.views(buffer)

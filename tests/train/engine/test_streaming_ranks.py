@@ -261,8 +261,7 @@ def test_each_worker_writes_its_part_of_a_private_state(streaming, tmp_path):
 
 
 def test_a_state_of_another_model_is_refused_by_all_ranks():
-    other = tiny_run(model={"num_hidden_layers": 3})
-    state = new_engine(other, OWNED).state_dict()
+    state = new_engine(tiny_run(model={"num_hidden_layers": 3}), OWNED).state_dict()
 
     def load(engine, _):
         with pytest.raises(CorruptState, match="belongs to another model"):

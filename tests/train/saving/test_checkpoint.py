@@ -520,8 +520,7 @@ def test_what_is_carried_is_saved_where_there_is_any(path):
     plain = small_state()
     save_private(path, plain)
     assert b"carried" not in path.read_bytes()
-    carried = replace(plain, carried=frozenset(["expert.3", "shared.1"]))
-    save_private(path, carried)
+    save_private(path, replace(plain, carried=frozenset(["expert.3", "shared.1"])))
     assert load_private(path).carried == {"expert.3", "shared.1"}
 
 

@@ -437,8 +437,7 @@ def test_a_first_command_that_comes_with_the_welcome_is_heard(key_file):
         end, _ = listener.accept()
         wire = Wire(end)
         assert admit(wire, key) == MINE.message()
-        begin = {"do": "begin", "count": 2, "rank": 1}
-        end.sendall(encoded({"welcome": True}) + encoded(begin))
+        end.sendall(encoded({"welcome": True}) + encoded({"do": "begin", "count": 2, "rank": 1}))
         assert "2 workers are asked for" in wire.wait(5)["lost"]
         wire.close()
 
