@@ -237,9 +237,7 @@ def digest(path: Path, kept: Path | None, now_s: float) -> str:
     return found
 
 
-def test_a_file_that_has_not_changed_is_read_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unchanged_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, kept = tmp_path / "a.txt", tmp_path / "kept"
     path.write_bytes(b"text")
     expected = blake3(b"text").hexdigest()
@@ -267,9 +265,7 @@ def test_a_file_that_changed_just_now_is_not_remembered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b"{", b'{"a": 1}'])
-def test_what_is_remembered_may_be_damaged_and_does_not_grow(
-    tmp_path: Path, content: bytes
-) -> None:
+def test_what_is_remembered_may_be_damaged_and_never_grows(tmp_path: Path, content: bytes) -> None:
     path, kept = tmp_path / "a.txt", tmp_path / "kept"
     path.write_bytes(b"text")
     kept.write_bytes(content)

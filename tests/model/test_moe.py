@@ -88,9 +88,7 @@ def plain_loop(case: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("multiple", [1, 8])
 @pytest.mark.parametrize("num_owned", [0, 2, 5, 6])
-def test_mixed_experts_and_their_gradients_equal_a_plain_loop(
-    num_owned: int, multiple: int
-) -> None:
+def test_mixed_experts_and_gradients_equal_a_plain_loop(num_owned: int, multiple: int) -> None:
     case = mixture()
     inputs = [case[name] for name in ("x", "weight", "gate", "up", "down")]
     upstream = torch.randn(40, 32, generator=torch.Generator().manual_seed(9))
@@ -114,9 +112,7 @@ def test_mixed_experts_and_their_gradients_equal_a_plain_loop(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
-def test_a_stack_is_dense_as_a_whole_only_where_a_kernel_takes_it(
-    dtype: torch.dtype, device: str
-) -> None:
+def test_a_stack_is_dense_only_where_a_kernel_takes_it(dtype: torch.dtype, device: str) -> None:
     case, asked = mixture(num_tokens=40), []
 
     class Asked(DenseStack):

@@ -9,23 +9,13 @@ from swarm.errors import BadBlob
 from swarm.experts import expert_of, expert_tensor
 from swarm.model.transformer import Transformer
 from tests.model.samples import Spy, random_tokens, random_weights, shapes_of, tiny_run
+from tests.train.runs import same
 
 
 def model_of(run: RunConfig, owned: list[int], **settings: str) -> Transformer:
     model = Transformer(run.model, owned=owned, **settings)
     model.write(random_weights(run))
     return model
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(
-        left[name].dtype == right[name].dtype and torch.equal(bits(left[name]), bits(right[name]))
-        for name in left
-    )
 
 
 def copies(named: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -55,7 +45,7 @@ def test_a_wrong_shape_or_name_is_refused_and_nothing_is_written() -> None:
         model.write(good | {expert_tensor(1, 2, "gate"): torch.zeros(64, 48)})
     with pytest.raises(BadBlob, match=r"model\.layers\.9\.mlp\.gate\.weight is not in our model"):
         model.write(good | {"model.layers.9.mlp.gate.weight": torch.zeros(8, 64)})
-    assert same_bits(before, model.read(shapes_of(run)))
+    assert same(before, model.read(shapes_of(run)))
 
 
 @pytest.mark.parametrize("frozen", ["fp32", "bf16"])
@@ -75,7 +65,7 @@ def test_own_moves_rows_and_rounds_only_what_freezes(frozen: str) -> None:
             expected = before[name].to(dtype)
         else:
             expected = before[name]
-        assert same_bits({name: expected}, {name: after[name]})
+        assert same({name: expected}, {name: after[name]})
 
 
 def test_own_keeps_the_parameters_when_nothing_changes() -> None:
@@ -152,7 +142,7 @@ def test_training_leaves_every_bit_of_frozen_experts_alone() -> None:
     after = model.read(shapes_of(run))
     for name in before:
         frozen = expert_of(name) not in (None, 0)
-        assert same_bits({name: before[name]}, {name: after[name]}) == frozen, name
+        assert same({name: before[name]}, {name: after[name]}) == frozen, name
 
 
 def test_an_owned_expert_without_tokens_has_a_gradient_of_zeros() -> None:
@@ -187,8 +177,8 @@ def test_ownership_changes_no_bit_of_the_forward_pass_nor_of_shared_gradients() 
             if ".owned." not in name and parameter.grad is not None
         }
         results.append(shared | {"total": losses.total.detach(), "logits": model(tokens).detach()})
-    assert same_bits(results[0], results[1])
-    assert same_bits(results[0], results[2])
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])
 
 
 def test_bf16_compute_stays_near_fp32() -> None:

@@ -211,16 +211,10 @@ def test_a_directory_that_is_not_there_is_not_made(tmp_path: Path) -> None:
 
 def test_a_directory_without_a_run_is_said_to_have_none(tmp_path: Path) -> None:
     StateDirectory(tmp_path / "state").close()
-    code, said = invoke("--state-dir", tmp_path / "state", "--out", tmp_path / "out")
+    where = ("--state-dir", tmp_path / "state", "--out", tmp_path / "out")
+    code, said = invoke(*where)
     assert code == StateError.exit_code and "there is no run in it" in said
-    code, said = invoke(
-        "--state-dir",
-        tmp_path / "state",
-        "--out",
-        tmp_path / "out",
-        "--run-id",
-        "x-0123456789abcdef",
-    )
+    code, said = invoke(*where, "--run-id", "x-0123456789abcdef")
     assert code == StateError.exit_code and "no state of x-" in said
 
 

@@ -129,9 +129,7 @@ def test_what_nohup_ignores_is_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_the_logs_that_an_error_names_are_there_to_be_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_logs_that_an_error_names_are_there_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     folders: list[Path] = []
 
     def start(swarm: LocalSwarm) -> None:
@@ -170,9 +168,7 @@ def test_what_was_trained_is_kept_unless_the_run_is_finished(
     assert f"swarm-peer --state-dir {folder}/peer-0 resumes it" in result.stderr
 
 
-def test_the_temporary_folder_of_a_finished_run_is_removed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_temporary_folder_of_a_finished_run_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     folders: list[Path] = []
     monkeypatch.setattr(local, "_train", lambda swarm, *_: folders.append(swarm.folder) or [])
     monkeypatch.setattr(local, "summary", lambda *_: {})

@@ -278,9 +278,7 @@ def test_a_link_is_planned_with_the_run_as_it_is_and_the_settings_that_fit() -> 
     assert "link" not in plan("spes_7b", *BIG)
 
 
-def test_rounds_of_an_agreed_time_are_planned_on_a_link_as_those_of_as_many_steps(
-    tmp_path: Path,
-) -> None:
+def test_rounds_of_an_agreed_time_are_planned_as_those_of_as_many_steps(tmp_path: Path) -> None:
     without_phases = (RUNS / "spes_7b_home.toml").read_text().partition("[[phases]]")[0]
     (tmp_path / "home.toml").write_text(without_phases)
     asked = (*BIG, "--link", "100/20mbit,100ms")
@@ -348,9 +346,7 @@ def test_what_a_link_carries_under_loss_is_said() -> None:
         ("100mbit,speed=5", "a link has no 'speed'"),
     ],
 )
-def test_a_link_that_could_mean_two_things_is_refused_with_how_to_write_it(
-    link: str, words: str
-) -> None:
+def test_a_link_that_could_mean_two_things_is_refused_with_advice(link: str, words: str) -> None:
     result = CliRunner().invoke(main, ["--run", str(RUNS / "demo.toml"), "--link", link])
     assert result.exit_code == 2
     assert words in " ".join(result.stderr.split())

@@ -2,6 +2,7 @@ import itertools
 import logging
 import threading
 from contextlib import closing
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -245,12 +246,8 @@ def test_the_last_rung_has_nothing_below(monkeypatch):
 
 def test_memory_that_runs_out_within_an_update_ends_the_peer(monkeypatch):
     engine = stepping(RUN, engine="streaming")
-
-    def piece(*_):
-        raise MemoryError
-
     with monkeypatch.context() as patched:
-        patched.setattr(HostUnit, "update_piece", piece)
+        patched.setattr(HostUnit, "update_piece", Mock(side_effect=MemoryError))
         with pytest.raises(OutOfMemory, match="in the middle of an update"):
             for step in range(2):
                 engine.step(batch(RUN, step), lr=1e-2)
@@ -260,10 +257,7 @@ def test_memory_that_runs_out_within_an_update_ends_the_peer(monkeypatch):
 
 def test_other_errors_are_no_reason_to_step_down(monkeypatch):
     engine = stepping(RUN)
-
-    def broken(*_):
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-
+    broken = Mock(side_effect=RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     monkeypatch.setattr(Transformer, "losses", broken)
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         engine.step(batch(RUN, 0), lr=1e-2)

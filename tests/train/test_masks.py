@@ -63,7 +63,7 @@ def test_streaming_equals_resident_and_recomputing_changes_no_bit(
 
 
 @pytest.mark.parametrize("left_out", [(1,), (0, 1, 3)])
-def test_the_loss_is_a_mean_over_what_is_scored_whatever_the_micro_batches(
+def test_the_loss_is_the_mean_of_what_is_scored(
     left_out: tuple[int, ...],
 ) -> None:
     # The router's terms are over all tokens, so they are off here.

@@ -187,9 +187,7 @@ async def test_a_stranger_goes_on_as_soon_as_the_last_member_has_its_bytes(some:
         await waiting
 
 
-async def test_while_a_member_is_served_a_quarter_goes_to_all_strangers_together(
-    some: FairQueue,
-) -> None:
+async def test_while_a_member_is_served_strangers_share_a_quarter(some: FairQueue) -> None:
     sent = {"member": 0, "strangers": 0}
 
     async def take(stranger: str) -> None:
@@ -220,7 +218,6 @@ async def test_a_stranger_gets_a_part_where_the_member_takes_nothing(
     some: FairQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blob_server, "YIELD_S", 0.05)
-
     with some.serving("member"):
         async with asyncio.timeout(60.0):
             await some.wait("stranger", PART)

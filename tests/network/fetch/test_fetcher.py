@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 
@@ -25,6 +26,7 @@ from swarm.network.wire.traffic import Traffic
 from swarm.protocol.exchange.sourcing import Limits
 from swarm.protocol.values.digests import DIGEST_BYTES, PIECE_BYTES, digest_of, piece_index
 from tests.network.conftest import LOOPBACK
+from tests.waiting import wait_until
 
 WAIT_S = 60.0
 UPLINK_MBIT = 50.0
@@ -267,10 +269,7 @@ def test_one_thread_receives_judges_and_keeps_a_large_blob(swarm, monkeypatch):
 def test_a_check_that_fails_by_itself_ends_the_call_instead_of_trying_for_ever(swarm):
     (source, _), (server, _), client = swarm
     digest = source.put(bytes(1000))
-
-    def broken(digest: str, given: Content) -> None:
-        raise ZeroDivisionError("a bug")
-
+    broken = Mock(side_effect=ZeroDivisionError("a bug"))
     want = Want(digest, 1000, (server.peer_id,))
     with pytest.raises(ZeroDivisionError):
         client.run(Fetched().fetch(Downloads(client, BlobStore()), [want], broken), WAIT_S)
@@ -285,10 +284,7 @@ def test_a_full_disk_ends_the_call_and_room_lets_it_succeed(
     want = Want(source.put(blob), num_bytes, (server.peer_id,))
     store = BlobStore(tmp_path)
     downloads = Downloads(client, store)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
+    full = Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(packs.os, "pwrite", full)
     with pytest.raises(StateError, match="free some space"):
         client.run(Fetched().fetch(downloads, [want]), WAIT_S)
@@ -329,9 +325,8 @@ def test_a_caller_that_cancels_and_asks_again_fetches_nothing_twice(swarm):
     before = client.traffic.blob_bytes_received
     client.run(impatient(), WAIT_S)
     assert all(store.has(want.digest) for want in wants)
-    end_s = time.monotonic() + WAIT_S
-    while client.traffic.blob_bytes_received - before < 24 * MIB and time.monotonic() < end_s:
-        time.sleep(0.01)  # a thread stores a blob before the loop counts its bytes
+    # A thread stores a blob before the loop counts its bytes.
+    assert wait_until(lambda: client.traffic.blob_bytes_received - before >= 24 * MIB)
     assert client.traffic.blob_bytes_received - before == 24 * MIB
     assert downloads._downloads == {}
     assert store._holds.held(0.0) == set()
@@ -344,11 +339,7 @@ def test_a_cancelled_download_soon_stops(swarm):
 
     async def briefly() -> int:
         first = asyncio.Event()
-        call = asyncio.create_task(
-            downloads.fetch(
-                wants, check=None, on_blob=lambda _: first.set(), on_failure=lambda *_: None
-            )
-        )
+        call = asyncio.create_task(downloads.fetch(wants, on_blob=lambda _: first.set()))
         await first.wait()
         call.cancel()
         await asyncio.wait([call])
@@ -497,9 +488,7 @@ def test_asks_are_told_so_that_manifests_can_be_leased(peers):
 
 
 def test_blobs_are_served_where_the_kernel_cannot_send_files(peers, tmp_path, monkeypatch):
-    def refuse(*_: object) -> int:
-        raise OSError(errno.EINVAL, "this file system cannot")
-
+    refuse = Mock(side_effect=OSError(errno.EINVAL, "this file system cannot"))
     monkeypatch.setattr(os, "sendfile", refuse)
     source = BlobStore(tmp_path)
     blob = content(7, 2 * MIB)
@@ -510,10 +499,7 @@ def test_blobs_are_served_where_the_kernel_cannot_send_files(peers, tmp_path, mo
 
 
 def test_members_have_their_bytes_before_strangers_have_theirs(peers, tmp_path):
-    """The stranger asks first, for as many bytes and through as many streams.
-
-    The uplink is scarce.
-    """
+    """The stranger asks first, for as much through as many streams. The uplink is scarce."""
     ledger, asked = Ledger(), threading.Event()
     began: list[int] = []
 
@@ -612,15 +598,13 @@ def test_a_caller_that_cannot_hear_of_failures_ends_alone(swarm):
     stores, servers, client = swarm
     digest = stores[1].put(bytes(1000))
     want = Want(digest, 1000, tuple(server.peer_id for server in servers))
-
-    def deaf(*_: object) -> None:
-        raise ZeroDivisionError("a bug")
+    deaf = Mock(side_effect=ZeroDivisionError("a bug"))
+    downloads = Downloads(client, BlobStore())
 
     async def both() -> list[BaseException | None]:
         calls = (downloads.fetch([want], on_failure=hears) for hears in (deaf, lambda *_: None))
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    downloads = Downloads(client, BlobStore())
     fault, none = client.run(both(), WAIT_S)
     assert isinstance(fault, ZeroDivisionError) and none is None
     assert downloads.store.has(digest)

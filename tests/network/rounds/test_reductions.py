@@ -170,9 +170,7 @@ def test_what_is_left_over_is_carried_once_the_mean_is_agreed(bench: Bench) -> N
     assert 0 < carried.norm() < wanted.norm()
 
 
-def test_what_is_left_over_of_a_unit_that_is_due_every_fifth_round_is_there_then(
-    bench: Bench,
-) -> None:
+def test_what_is_left_of_a_unit_that_is_due_every_fifth_round_is_there_then(bench: Bench) -> None:
     left_over = LeftOver(bench.store, TIP, make_rules(shared_every=5, stagger=True))
     mean, tip = bench.mean(), TIP
     left_over.found(TIP, NAME, mean)

@@ -109,9 +109,7 @@ def test_what_has_come_survives_a_kill(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert len(BlobStore(tmp_path).digests()) == last
 
 
-def test_a_full_disk_is_waited_for_and_nothing_is_fetched_twice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_full_disk_is_waited_for_without_refetching(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_retry, "FIRST_PAUSE_S", 0.0)
     manifest, blobs = state()
     store = BlobStore()

@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -15,9 +16,7 @@ from swarm.protocol.records.records import RunState
 from tests.peer_records import peer_record
 
 
-async def test_a_founder_announces_until_it_is_done_and_through_a_restart_of_its_daemon(
-    monkeypatch,
-):
+async def test_a_founder_announces_until_done_even_if_its_daemon_restarts(monkeypatch):
     said = []
 
     async def publish(node, key, record):
@@ -31,7 +30,6 @@ async def test_a_founder_announces_until_it_is_done_and_through_a_restart_of_its
     monkeypatch.setattr(run_founding, "publish", publish)
     monkeypatch.setattr(run_founding, "publish_peer", publish_peer)
     monkeypatch.setattr(run_founding, "POLL_S", 0.0)
-
     node = type("Node", (), {"peer_id": "QmA"})()
     announcement = type("Announcement", (), {"run": "gathering-1"})()
     task = asyncio.ensure_future(
@@ -98,12 +96,9 @@ def test_strangers_that_are_there_first_are_not_gathered(monkeypatch, tmp_path):
             for peer, each in found.items()
         }
 
-    async def nothing(*_):
-        return True
-
     monkeypatch.setattr(run_founding, "present_peers", present)
     for name in ("publish", "publish_peer"):
-        monkeypatch.setattr(run_founding, name, nothing)
+        monkeypatch.setattr(run_founding, name, AsyncMock(return_value=True))
     monkeypatch.setattr(run_founding, "POLL_S", 0.0)
     announcement = SimpleNamespace(run="gathering-1", wait_for_peers=2, key=private.invitation.key)
     node = SimpleNamespace(peer_id=founder.peer_id)

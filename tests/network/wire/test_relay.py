@@ -195,7 +195,6 @@ async def test_a_relay_shows_a_message_or_question_once_and_costs_its_sender_not
 ) -> None:
     passing = Passing(tmp_path, monkeypatch)
     source, ledger = passing.sender.identity.peer_id, passing.receiver.ledger
-
     await passing.send(b"hello")
     await passing.send(b"abc", EnvelopeKind.REQUEST)
     left = ledger.left(source, Cost.MESSAGES, 0)
@@ -211,7 +210,6 @@ async def test_a_letter_that_was_held_back_too_long_is_refused(tmp_path, monkeyp
     passing = Passing(tmp_path, monkeypatch)
     source, to = passing.sender.identity, passing.receiver.identity.peer_id
     now_s = passing.clock_s
-
     for after_s, reason in (FRESH_S + 1, "envelope_age"), (FRESH_S - 1, ""):
         passing.clock_s = now_s
         letter = passing.sender._sealed(EnvelopeKind.MESSAGE, to, b"late")
@@ -230,7 +228,6 @@ async def test_messages_that_overtake_each_other_are_both_delivered(tmp_path, mo
     first, second = (
         passing.sender._sealed(EnvelopeKind.MESSAGE, to, word) for word in (b"first", b"second")
     )
-
     assert not await passing.refusal(second)
     assert not await passing.refusal(first)
     assert await passing.refusal(first) == await passing.refusal(second) == "envelope_seen"
@@ -241,7 +238,6 @@ async def test_an_answer_is_to_one_question_only_though_another_has_the_same_wor
     tmp_path, monkeypatch
 ) -> None:
     passing = Passing(tmp_path, monkeypatch)
-
     answer = await passing.send(b"abc", EnvelopeKind.REQUEST)
     assert answer == passing.sender.identity.peer_id.encode() + b"cba"
 

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -33,6 +34,7 @@ from swarm.network.wire.traffic import Traffic
 from swarm.network.wire.upload_rate import LineBytes
 from swarm.protocol.values.digests import digest_of
 from tests.network.conftest import LOOPBACK, Peers
+from tests.waiting import wait_until
 
 WAIT_S = 30.0
 CLIENT = NetworkSection(client_mode=True)
@@ -62,9 +64,7 @@ def ways_of(folder: Path, control: Any) -> TcpDialer:
 
 @pytest.fixture
 def libp2p_has_no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def none(*_: Any) -> socket.socket:
-        raise NoRoute("not in this test")
-
+    none = AsyncMock(side_effect=NoRoute("not in this test"))
     monkeypatch.setattr(transport, "open_stream", none)
 
 
@@ -245,9 +245,7 @@ async def test_any_number_of_failures_in_a_row_has_a_pause(tmp_path: Path) -> No
     assert way is not None and way.failures == num_failures
 
 
-async def test_a_search_that_fails_by_a_fault_here_is_a_failure_with_a_pause(
-    tmp_path: Path,
-) -> None:
+async def test_a_search_that_fails_by_a_fault_here_has_a_pause(tmp_path: Path) -> None:
     class Faulty:
         async def call(self, p2p: Any, peer_id: str, *_: Any) -> bytes:
             raise OverflowError("a bug")
@@ -391,7 +389,6 @@ def test_a_peer_is_not_taken_for_another_one_at_its_address(peers: Peers, tmp_pa
 async def test_an_impostor_that_answers_is_found_out(tmp_path: Path) -> None:
     me, impostor = (load_or_create_identity(tmp_path / f"{n}.key") for n in "ab")
     expected = load_or_create_identity(tmp_path / "c.key").peer_id
-
     here, there = socket.socketpair()
     here.setblocking(False)
     there.setblocking(False)
@@ -415,7 +412,6 @@ async def test_an_impostor_that_answers_is_found_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [0, 1, 513, 65_535])
 async def test_a_letter_of_any_size_is_refused_or_none(tmp_path: Path, size: int) -> None:
     me = load_or_create_identity(tmp_path / "me.key")
-
     here, there = socket.socketpair()
     here.setblocking(False)
     there.sendall(size.to_bytes(2, "big") + bytes(min(size, 4096)))
@@ -443,10 +439,8 @@ def test_who_says_nothing_is_shut_out_and_others_still_get_theirs(
         for one in mute:
             one.close()
     assert server.traffic.refused["admitting_of_stranger"] > 0
-    end_s = time.monotonic() + WAIT_S
-    while len(server._ways.direct.door.tasks) > 3 and time.monotonic() < end_s:
-        time.sleep(0.05)
-    assert len(server._ways.direct.door.tasks) <= 3, "connections that ended are still served"
+    door = server._ways.direct.door
+    assert wait_until(lambda: len(door.tasks) <= 3), "connections that ended are still served"
 
 
 # ------------------------------------------------ transfers
@@ -555,9 +549,7 @@ async def test_one_that_the_other_side_has_ended_is_not_given_out(ends: Ends) ->
     assert is_closed(ended) and not len(kept)
 
 
-async def test_one_on_which_something_came_that_nobody_asked_for_is_not_given_out(
-    ends: Ends,
-) -> None:
+async def test_one_on_which_something_came_unasked_is_not_given_out(ends: Ends) -> None:
     kept, (mine, others) = StreamPool(), ends.pair()
     kept.keep("A", BLOBS, mine)
     others.send(b"late")
@@ -568,7 +560,6 @@ async def test_one_that_is_not_wanted_is_ended_before_the_other_side_does(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp_dialer, "KEPT_S", 0.05)
-
     kept, (mine, _), (taken, _) = StreamPool(), ends.pair(), ends.pair()
     kept.keep("A", BLOBS, mine)
     kept.keep("B", BLOBS, taken)

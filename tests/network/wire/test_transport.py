@@ -6,6 +6,7 @@ import asyncio
 import time
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -147,9 +148,7 @@ def test_a_line_that_may_be_cut_is_not_waited_for_when_a_stream_is_opened(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A dial of it takes seconds to fail, while relays have the wanted data."""
-
-    async def straight(*_: object) -> str:
-        return "straight"
+    straight = AsyncMock(return_value="straight")
 
     async def through(relay: str, *_: object) -> str:
         return relay

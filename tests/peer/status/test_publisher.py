@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -116,8 +117,7 @@ def test_the_limit_is_the_one_of_the_network_and_of_the_doctor() -> None:
 
 
 def test_a_peer_compares_clocks_once_it_is_in_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def nothing(*_: object) -> None:
-        pass
+    nothing = AsyncMock(return_value=None)
 
     async def compare() -> None:
         compared.set()
@@ -158,8 +158,7 @@ def test_a_steady_publication_reads_one_key_of_presence(monkeypatch: pytest.Monk
     def seen(records: Mapping[str, PeerRecord]) -> None:
         present.append(sorted(records))
 
-    async def nothing(*_: object) -> None:
-        pass
+    nothing = AsyncMock(return_value=None)
 
     async def fetch_records(_: object, __: object, keys: list[str]) -> dict[str, Any]:
         asked.append(len(keys))

@@ -84,7 +84,8 @@ def test_the_convener_tells_of_lines_values_and_offers_that_it_did_not_take(
 def test_an_account_has_the_words_of_its_own_round_alone() -> None:
     account = RoundAccount("A")
     text = "peer C left out after 3.0 s (limit 2.0): its machine refuses messages"
-    account.reasons_of = lambda: (Reason(Topic.ROUND, text),)
+    said = [Reason(Topic.ROUND, text)]
+    account.reasons_of = lambda: tuple(said)
     first = account.close(report(counted=True), 5.0, {"training": 4.00049}, NOTHING)
     assert (first.phases, list(first.left_out)) == ({"training": 4.0}, ["C"])
     assert account.close(report(counted=True), 5.0, {}, NOTHING).left_out == {}
@@ -97,10 +98,7 @@ def test_what_the_machine_waits_for_is_told_and_remembered_for_the_round() -> No
         if len(tries) < 2:
             raise StateError("the pack at /home/me/7.pack") from OSError(errno.ENOSPC, "full")
 
-    def sleep(_: float) -> None:
-        tries.append(account.trouble())
-
-    disk_retry.patiently(write, "offered value", sleep)
+    disk_retry.patiently(write, "offered value", lambda _: tries.append(account.trouble()))
     assert tries == ["offered value: No space left on device (free some space)"] * 2
     assert account.trouble() == ""
     why = account.close(report(), 9.0, {}, NOTHING).why_not

@@ -109,9 +109,7 @@ def test_a_peer_goes_when_the_others_know_and_have_its_moments(scene: Scene) -> 
     assert scene.told == [WITHOUT_ME]
 
 
-def test_a_peer_that_hears_all_at_once_that_it_has_left_hands_over_before_it_goes(
-    scene: Scene,
-) -> None:
+def test_a_peer_that_hears_at_once_that_it_has_left_hands_over_first(scene: Scene) -> None:
     """The manifest without it comes between two looks at the driver."""
     scene.handed_over = True  # there is nothing to hand over yet
     scene.after_tip = {"tip": WITHOUT_ME, "left": "listed no longer"}

@@ -374,9 +374,7 @@ def test_what_a_collection_drops_while_it_is_offered_is_made_again() -> None:
     assert offered.isdisjoint(swarm.store.digests())
 
 
-def test_after_a_restart_the_very_blobs_are_offered_that_were_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_after_a_restart_the_named_blobs_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     swarm = Swarm(tiny_run(wire=CODED))
     swarm.train("me", moves(swarm, 1))
     live, tip = swarm.lives["me"], swarm.tip

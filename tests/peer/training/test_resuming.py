@@ -80,6 +80,9 @@ class Life:
             rules=replace(Rules.of(run_id, run, layout), step_bound=None),
             store_value=lambda value: (store_content(store, value), value.num_bytes),
         )
+        status = SimpleNamespace(
+            validated=lambda *_: None, phases=PhaseMeter(), observer=UNOBSERVED
+        )
         self.directory = RunDirectory(folder)
         self.trainer = Trainer(
             self.model,
@@ -87,13 +90,8 @@ class Life:
             cast(Rounds, rounds),
             self.directory,
             held_out=held_out(run),
-            status=cast(
-                PeerStatus,
-                SimpleNamespace(
-                    validated=lambda *_: None, phases=PhaseMeter(), observer=UNOBSERVED
-                ),
-            ),
-            moments=cast(ExpertMoments, Moments()),
+            status=cast(PeerStatus, status),
+            moments=cast(ExpertMoments, SimpleNamespace(adopted=lambda *_: None)),
             stop=cast(Stop, lambda: False),
         )
         self.training = self.trainer.training
@@ -108,12 +106,6 @@ class Life:
         """Returns the tip, and the work that is still valid on it."""
         self.training.resume()
         return self.training.tip, self.training.work
-
-
-class Moments:
-    """An exchange without moments."""
-
-    def adopted(self, *_: Any) -> None: ...
 
 
 @pytest.fixture

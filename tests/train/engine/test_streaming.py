@@ -2,6 +2,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -292,10 +293,7 @@ def test_nothing_is_fetched_that_is_still_being_updated(engines, monkeypatch, se
 def test_an_exception_in_an_update_thread_reaches_the_trainer(engines, monkeypatch, sections):
     run = tiny_run(**sections)
     engine = engines(run, OWNED)
-
-    def fail(unit, piece, *rest):
-        raise ZeroDivisionError("in an update thread")
-
+    fail = Mock(side_effect=ZeroDivisionError("in an update thread"))
     monkeypatch.setattr(HostUnit, "update_piece", fail)
     with pytest.raises(ZeroDivisionError, match="in an update thread"):
         for step in range(2):
@@ -308,10 +306,7 @@ def test_an_exception_in_an_update_thread_reaches_the_trainer(engines, monkeypat
 def test_an_exception_while_fetching_reaches_the_trainer(engines, monkeypatch):
     engine = engines(tiny_run(), OWNED)
     engine.step(batch(tiny_run(), 0), lr=1e-2)
-
-    def fail(*_):
-        raise RuntimeError("the bus is down")
-
+    fail = Mock(side_effect=RuntimeError("the bus is down"))
     monkeypatch.setattr(engine._device.bus, "fetch", fail)
     with pytest.raises(RuntimeError, match="the bus is down"):
         engine.step(batch(tiny_run(), 1), lr=1e-2)
