@@ -146,7 +146,7 @@ def test_the_demo_merges_before_it_ends() -> None:
         ("routing.balance_factor=0", "routing.balance_factor = 0: input should be greater"),
         ('wire.experts_coding="int8"', "should be 'none', 'bf16', 'b2' or 'b1'"),
         ("outer.momentum=128", "unknown key outer"),
-        ("optimizer.lr=1e9", "optimizer.lr = 1000000000.0: input should be less than or equal to"),
+        ("optimizer.lr=1e9", "lr = 1000000000.0: input should be less than or equal to 1"),
         ("ownership.owners_per_expert=50", "50 owners are more than run.peers 4"),
     ],
 )
