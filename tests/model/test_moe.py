@@ -88,9 +88,7 @@ def plain_loop(case: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("multiple", [1, 8])
 @pytest.mark.parametrize("num_owned", [0, 2, 5, 6])
-def test_mixed_experts_and_their_gradients_equal_a_plain_loop(
-    num_owned: int, multiple: int
-) -> None:
+def test_mixed_experts_and_gradients_equal_a_plain_loop(num_owned: int, multiple: int) -> None:
     case = mixture()
     inputs = [case[name] for name in ("x", "weight", "gate", "up", "down")]
     upstream = torch.randn(40, 32, generator=torch.Generator().manual_seed(9))

@@ -36,8 +36,7 @@ def test_the_scale_halves_on_overflow_and_grows_back():
         scale = scale.after(overflow=False)
     assert scale.value == 512.0
     assert scale.after(overflow=False) == LossScale(1024.0)
-    interrupted = LossScale(512.0, good_steps=1999).after(overflow=True)
-    assert interrupted == LossScale(256.0, good_steps=0)
+    assert LossScale(512.0, good_steps=1999).after(overflow=True) == LossScale(256.0, good_steps=0)
 
 
 def test_an_fp16_overflow_is_skipped_and_is_no_divergence(caplog):
@@ -100,8 +99,7 @@ def test_low_precision_gradients_are_near_those_of_fp32(compute, tolerance):
     run = tiny_run()
     norms = []
     for kind in ("fp32", compute):
-        engine = new_engine(run, [0, 1, 2, 3], compute=kind)
-        norms.append(engine.step(batch(run, 0), lr=1e-2))
+        norms.append(new_engine(run, [0, 1, 2, 3], compute=kind).step(batch(run, 0), lr=1e-2))
     # 8 and 11 bits. A token whose two best experts are close may be routed differently.
     assert norms[1].loss == pytest.approx(norms[0].loss, rel=tolerance / 10)
     assert norms[1].grad_norm == pytest.approx(norms[0].grad_norm, rel=tolerance)

@@ -183,8 +183,7 @@ def test_every_rung_needs_less_of_the_device_than_the_one_above():
 
 def test_a_machine_without_gpu_has_one_memory():
     run = tiny_run()
-    machine = Machine("cpu", 0, 4 * GB, 10 * GB)
-    plan = plan_engine(run, 2, machine)
+    plan = plan_engine(run, 2, Machine("cpu", 0, 4 * GB, 10 * GB))
     assert plan.options.kind is EngineKind.RESIDENT
     assert plan.options.device == "cpu"
     small = Machine("cpu", 0, 1.5 * GB + 2e5, 10 * GB)
