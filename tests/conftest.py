@@ -1,6 +1,8 @@
 """The environment of every test: one thread, no network hub, a home, and loggers."""
 
+import asyncio
 import gc
+import inspect
 import logging
 import os
 import re
@@ -102,6 +104,15 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run an asynchronous test, in a loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

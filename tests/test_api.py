@@ -73,8 +73,7 @@ def test_a_model_has_the_weights_of_the_seed_or_those_that_are_given(tmp_path: P
     save_model(tmp_path, DEMO, ((n, t + 1) for n, t in _all_initial().items()))
     weights = swarm.load_export(tmp_path, DEMO)
     assert torch.equal(swarm.build_model(DEMO, weights).read([name])[name], initial + 1)
-    tokens_BT1 = torch.zeros(1, 9, dtype=torch.long)
-    assert seeded(tokens_BT1).shape == (1, 9, 260)
+    assert seeded(torch.zeros(1, 9, dtype=torch.long)).shape == (1, 9, 260)
 
 
 def test_weights_that_are_not_the_whole_model_are_refused() -> None:
@@ -108,8 +107,7 @@ def test_an_export_of_another_model_is_refused_with_the_first_difference(tmp_pat
 def test_what_is_of_training_alone_and_in_no_export_has_its_initial_value(tmp_path: Path) -> None:
     noisy = swarm.load_run("demo", ["model.noisy_top_k=true"])
     save_model(tmp_path, noisy, initial_tensors(noisy, all_shapes(noisy.model)).items())
-    weights = swarm.load_export(tmp_path, noisy)
-    assert weights.keys() == all_shapes(noisy.model).keys()
+    assert swarm.load_export(tmp_path, noisy).keys() == all_shapes(noisy.model).keys()
 
 
 def test_a_folder_without_a_run_has_no_state(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import logging
 import socket
 import threading
 import time
@@ -18,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -52,6 +52,7 @@ from swarm.train.workers import nodes, worker_process
 from swarm.train.workers.roster import Wanted
 from tests.network.rounds.test_round_driver import LAYOUT, TIP, Bench
 from tests.test_imports import FUNCTION, Module, modules
+from tests.waiting import wait_until
 
 WAIT_S = 30.0
 FAULTS = (RuntimeError("can't start new thread"), MemoryError(), asyncio.CancelledError("other's"))
@@ -94,7 +95,7 @@ class Once:
 
     def has_gone_on(self, calls: int = 3) -> bool:
         """Waits until it was called again."""
-        return soon(lambda: self.num_calls >= calls)
+        return wait_until(lambda: self.num_calls >= calls)
 
     async def has_gone_on_here(self, calls: int = 3) -> bool:
         """The same in a loop."""
@@ -102,13 +103,6 @@ class Once:
             while self.num_calls < calls:
                 await asyncio.sleep(0.001)
         return True
-
-
-def soon(is_so: Callable[[], bool]) -> bool:
-    end_s = time.monotonic() + WAIT_S
-    while not (found := is_so()) and time.monotonic() < end_s:
-        time.sleep(0.001)
-    return found
 
 
 async def nothing(*_: Any) -> None:
@@ -139,7 +133,7 @@ def test_rests_grow_to_a_limit_and_are_short_again_after_steady_work(
     system = HastySystem(real_s=0.0)
     thread = SupervisedThread("steady", body, system)
     thread.start()
-    assert soon(lambda: not thread.is_alive)
+    assert wait_until(lambda: not thread.is_alive)
     assert system.started == ["steady"]
     assert "the thread steady failed; it begins again in 1 s" in caplog.text
     assert "OverflowError: failure 1\n" in caplog.text, "with its traceback"
@@ -157,7 +151,7 @@ def test_a_stop_during_a_rest_lets_the_body_finish_once() -> None:
 
     thread = SupervisedThread("ending", body, system)
     thread.start()
-    assert soon(lambda: len(calls) > 2)
+    assert wait_until(lambda: len(calls) > 2)
     assert thread.stop(WAIT_S)
     assert calls.count(True) in (1, 2) and calls[0] is False
     assert not thread.is_alive
@@ -168,9 +162,7 @@ def test_what_says_that_the_work_is_over_is_raised() -> None:
         supervised("it", Once(ConfigError("so")), threading.Event(), ends=(SwarmError,))
 
 
-def test_a_thread_that_cannot_be_started_is_a_lack_of_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_thread_that_cannot_start_is_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for error in (RuntimeError("can't start new thread"), MemoryError()):
         monkeypatch.setattr(threading.Thread, "start", Once(error))
         with pytest.raises(OutOfMemory, match="the thread some"):
@@ -188,63 +180,53 @@ def test_a_thread_that_does_not_end_is_named(caplog: pytest.LogCaptureFixture) -
     assert thread.stop(WAIT_S)
 
 
-def test_stop_ends_every_task_that_runs() -> None:
+async def test_stop_ends_every_task_that_runs() -> None:
     async def for_ever() -> None:
         await asyncio.Event().wait()
 
-    async def work() -> None:
-        tasks, other = Tasks("a test"), asyncio.create_task(for_ever())
-        tasks.spawn(for_ever())
-        tasks.supervise(for_ever)
-        tasks.add(other)
-        assert len(tasks) == 3
-        await asyncio.sleep(0)
-        await tasks.stop()
-        assert other.cancelled()
-        assert len(tasks) == 0
-
-    asyncio.run(work())
+    tasks, other = Tasks("a test"), asyncio.create_task(for_ever())
+    tasks.spawn(for_ever())
+    tasks.supervise(for_ever)
+    tasks.add(other)
+    assert len(tasks) == 3
+    await asyncio.sleep(0)
+    await tasks.stop()
+    assert other.cancelled()
+    assert len(tasks) == 0
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
-def test_the_failure_of_a_task_is_logged_and_told(
+async def test_the_failure_of_a_task_is_logged_and_told(
     fault: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def failing() -> None:
         raise fault
 
-    async def work() -> None:
-        tasks = Tasks("a test", told.append)
-        tasks.spawn(failing())
-        await asyncio.sleep(0.01)
-        assert len(tasks) == 0
-
     told: list[BaseException] = []
-    with caplog.at_level(logging.ERROR):
-        asyncio.run(work())
+    tasks = Tasks("a test", told.append)
+    tasks.spawn(failing())
+    await asyncio.sleep(0.01)
+    assert len(tasks) == 0
     assert [type(each) for each in told] == [type(fault)]
     assert "a task of a test failed" in caplog.text
 
 
 @pytest.mark.usefixtures("short_rests")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
-def test_a_supervised_task_goes_on_until_it_is_cancelled(
+async def test_a_supervised_task_goes_on_until_it_is_cancelled(
     fault: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def work() -> None:
-        body = Once(fault, for_ever)
-        task = asyncio.create_task(supervised_async("it", body))
-        assert await body.has_gone_on_here(2)
-        await asyncio.sleep(0.01)
-        assert not task.done()
-        task.cancel()
-        await asyncio.wait([task])
-        assert task.cancelled()
-
     async def for_ever() -> None:
         await asyncio.Event().wait()
 
-    asyncio.run(work())
+    body = Once(fault, for_ever)
+    task = asyncio.create_task(supervised_async("it", body))
+    assert await body.has_gone_on_here(2)
+    await asyncio.sleep(0.01)
+    assert not task.done()
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
     assert f"{type(fault).__name__}" in caplog.text
 
 
@@ -435,7 +417,7 @@ def local_faults_fail(fault: BaseException, patch: pytest.MonkeyPatch, folder: P
     patch.setattr(local_faults.UnbornThreads, "look", looks)
     patch.setattr(local_faults.os, "_exit", codes.append)
     local_faults.watch_for_unborn_threads(HastySystem())
-    assert soon(lambda: codes == [OutOfMemory.exit_code])
+    assert wait_until(lambda: codes == [OutOfMemory.exit_code])
 
 
 def emulation_fails(fault: BaseException, patch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -446,19 +428,16 @@ def emulation_fails(fault: BaseException, patch: pytest.MonkeyPatch, folder: Pat
     patch.setattr(emulated, "REFRESH_S", 0.001)
     patch.setattr(ControlFolder, "controls", lambda _, peer: asked(peer))
     emulation.follow()
-    assert soon(lambda: emulation.controls.skew_s == 3.0)
+    assert wait_until(lambda: emulation.controls.skew_s == 3.0)
     assert emulation.following.stop(WAIT_S)
 
 
 def monitor_page_fails(fault: BaseException, patch: pytest.MonkeyPatch, folder: Path) -> None:
     def serve(feed: Any, *_: Any) -> None:
-        assert soon(lambda: "nobody answers" in str(feed.state))
+        assert wait_until(lambda: "nobody answers" in str(feed.state))
         assert looks.has_gone_on()
 
-    def nobody() -> None:
-        raise NobodyReachable("nobody answers")
-
-    looks = Once(fault, nobody)
+    looks = Once(fault, Mock(side_effect=NobodyReachable("nobody answers")))
     source: Any = SimpleNamespace(refresh_s=0.001, look=looks)
     patch.setattr(monitor_page, "serve", serve)
     with socket.create_server(("127.0.0.1", 0)) as bound:
@@ -529,12 +508,11 @@ def nodes_fail(fault: BaseException, patch: pytest.MonkeyPatch, folder: Path) ->
     accepts = Once(fault, real.accept)
     patch.setattr(nodes, "listen", lambda *_: Listener(real))
     system = HastySystem()
-    wanted = Wanted(1, 1)
-    listening = nodes.Nodes(("", 0), b"", wanted, device="cpu", wait_s=1.0, system=system)
+    listening = nodes.Nodes(("", 0), b"", Wanted(1, 1), device="cpu", wait_s=1.0, system=system)
     with socket.create_connection(real.getsockname()):
-        assert soon(lambda: "nodes-handshake" in system.started)
+        assert wait_until(lambda: "nodes-handshake" in system.started)
     listening.close()
-    assert soon(lambda: not listening._thread.is_alive)
+    assert wait_until(lambda: not listening._thread.is_alive)
 
 
 def host_fails(fault: BaseException, patch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -548,7 +526,7 @@ def host_fails(fault: BaseException, patch: pytest.MonkeyPatch, folder: Path) ->
     host = HostOptimizer(1, Once(fault))
     for _ in range(2):
         host.submit(job(), lambda _: None, Any)
-        assert soon(decided[-1].done)
+        assert wait_until(decided[-1].done)
     assert decided[0].exception() is fault and host.failed
     assert decided[1].result(WAIT_S) is False, "nothing to update"
     host.close()
@@ -595,7 +573,7 @@ def node_fails(fault: BaseException, patch: pytest.MonkeyPatch, folder: Path) ->
         node.run(node._open([], None, must_reach=False), WAIT_S)
         assert heals.has_gone_on() and watches.has_gone_on(2)
         node.run(kill(), WAIT_S)
-        assert soon(lambda: len(lives) == 2 and node.failure is None)
+        assert wait_until(lambda: len(lives) == 2 and node.failure is None)
         assert opens.num_calls == 2 and node.alive
     finally:
         node.stop(WAIT_S)
@@ -663,7 +641,7 @@ def giving_fails(fault: BaseException, patch: pytest.MonkeyPatch, folder: Path) 
         patch.setattr(exchange, "is_waited_for", waited_for)
         given = exchange.give(0, 1, Content.of(b"moments"), ["other"])
         assert waited_for.has_gone_on(4)
-        assert soon(lambda: not exchange.holds(given.digest))
+        assert wait_until(lambda: not exchange.holds(given.digest))
 
 
 def taking_fails(fault: BaseException, patch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -676,7 +654,7 @@ def taking_fails(fault: BaseException, patch: pytest.MonkeyPatch, folder: Path) 
         patch.setattr(exchange, "_taking", Taking())
         exchange.take_up([0], TIP, TIP)
         assert looks.has_gone_on(4)
-        assert soon(lambda: not exchange._is_looking)
+        assert wait_until(lambda: not exchange._is_looking)
 
 
 def heads_fail(fault: BaseException, patch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -833,16 +811,7 @@ def test_a_thread_of_a_pool_that_fails_between_two_calls_does_those_that_wait(
     assert "a thread of few failed; it begins again" in caplog.text
 
 
-def test_a_sample_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context))
-        rate = UploadRate()
-        samples = Once(RuntimeError("a bug"))
-        monkeypatch.setattr(rate, "sample", samples)
-        ours, theirs = await connected()
-        with ours, theirs, rate.watching("other", ours):
-            assert await samples.has_gone_on_here()
-
+async def test_a_sample_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     async def connected() -> tuple[socket.socket, socket.socket]:
         with socket.create_server(("127.0.0.1", 0)) as server:
             ours = socket.create_connection(server.getsockname())
@@ -850,5 +819,11 @@ def test_a_sample_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) ->
 
     heard: list[Any] = []
     monkeypatch.setattr("swarm.network.wire.upload_rate.LINE_SAMPLE_S", 0.001)
-    asyncio.run(work())
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context))
+    rate = UploadRate()
+    samples = Once(RuntimeError("a bug"))
+    monkeypatch.setattr(rate, "sample", samples)
+    ours, theirs = await connected()
+    with ours, theirs, rate.watching("other", ours):
+        assert await samples.has_gone_on_here()
     assert len(heard) == 1

@@ -180,8 +180,7 @@ def test_a_bf16_mean_is_the_fp32_mean_rounded_once(rows: list[list[float]]) -> N
     total = inputs[0].float()
     for row in inputs[1:]:
         total = total + row.float()
-    wanted = blob_of(layout, {"x": total / len(rows)})
-    assert mean(blobs, "bf16") == wanted
+    assert mean(blobs, "bf16") == blob_of(layout, {"x": total / len(rows)})
 
 
 def test_the_largest_admitted_values_have_a_finite_mean() -> None:

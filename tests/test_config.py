@@ -1,7 +1,6 @@
 """Configurations: refusals and their texts, precedence of overrides, shipped files."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +82,7 @@ def test_a_run_for_home_links_is_the_exact_one_at_a_sixteenth_of_dilocos_bytes(p
 
 @pytest.mark.parametrize("path", PEER_FILES, ids=lambda path: path.stem)
 def test_a_shipped_machine_loads(path: Path) -> None:
-    config = parse_config(PeerConfig, path.read_text(), source=str(path))
-    assert config != PeerConfig()
+    assert parse_config(PeerConfig, path.read_text(), source=str(path)) != PeerConfig()
 
 
 def test_the_shipped_files_are_those_that_the_readme_names() -> None:
@@ -148,6 +146,8 @@ def test_the_demo_merges_before_it_ends() -> None:
         ("routing.balance_factor=0", "routing.balance_factor = 0: input should be greater"),
         ('wire.experts_coding="int8"', "should be 'none', 'bf16', 'b2' or 'b1'"),
         ("outer.momentum=128", "unknown key outer"),
+        ("optimizer.lr=1e9", "lr = 1000000000.0: input should be less than or equal to 1"),
+        ("ownership.owners_per_expert=50", "50 owners are more than run.peers 4"),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_is_allowed(override: str, words: str) -> None:
@@ -343,30 +343,9 @@ def test_all_keys_are_listed_with_their_sections() -> None:
 
 
 def test_plain_values_and_text_give_the_same() -> None:
-    values = demo().model_dump(mode="json")
-    assert validate_config(RunConfig, values, source="x") == demo()
+    assert validate_config(RunConfig, demo().model_dump(mode="json"), source="x") == demo()
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        (
-            "optimizer.lr=1e9",
-            "optimizer.lr = 1000000000.0: input should be less than or equal to 1",
-        ),
-        ("ownership.owners_per_expert=50", "50 owners are more than run.peers 4"),
-    ],
-)
-def test_what_no_run_can_mean_is_refused(override: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        demo(override)
-
-
-def test_a_wrong_override_is_not_blamed_on_the_file() -> None:
-    with pytest.raises(ConfigError, match=r"^command line: run\.rounds = 'x': "):
-        demo("run.rounds=x")
-    with pytest.raises(ConfigError, match=r"^command line: .*train\.batch_tokens: 100 is not"):
-        demo("train.batch_tokens=100")
-    with pytest.raises(ConfigError, match=r"^x: run\.rounds = 'eight': "):
-        wrong = DEMO.replace("rounds = 8", "rounds = 'eight'")
-        parse_config(RunConfig, wrong, source="x", overrides=["run.seed=1"])
+def test_a_wrong_file_is_not_blamed_on_an_override() -> None:
+    wrong = DEMO.replace("rounds = 8", "rounds = 'eight'")
+    assert refusal("run.seed=1", text=wrong).startswith("demo.toml: run.rounds = 'eight': ")

@@ -5,6 +5,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -86,15 +87,12 @@ def test_the_mode_is_that_of_the_file_from_its_first_byte_on(tmp_path: Path) -> 
 def test_lines_are_appended_behind_one_that_is_torn_or_whose_end_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def bad_sector(*_: object) -> bytes:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     path = tmp_path / "lines"
     durable.append_lines(path, b"a\nb")
     durable.append_lines(path, b"c\n", sync=True)
     durable.append_lines(path, b"d\n")
     assert path.read_bytes() == b"a\nb\nc\nd\n"
-    monkeypatch.setattr(os, "pread", bad_sector)
+    monkeypatch.setattr(os, "pread", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
     durable.append_lines(path, b"e\n")
     assert path.read_bytes() == b"a\nb\nc\nd\n\ne\n"
 

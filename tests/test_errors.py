@@ -58,8 +58,6 @@ def test_a_configuration_with_a_name_of_brackets_gives_a_line_that_people_read()
 
 
 @pytest.mark.parametrize("kind", kinds(errors.HostileInput))
-def test_refused_input_carries_the_word_under_which_it_is_counted(
-    kind: type[errors.HostileInput],
-) -> None:
+def test_refused_input_has_the_word_it_is_counted_under(kind: type[errors.HostileInput]) -> None:
     refused = kind("size", "12 bytes")
     assert refused.reason == "size" and str(refused) == "12 bytes"

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from unittest.mock import Mock
 
 import pytest
 
@@ -39,9 +40,7 @@ def test_a_process_ends_though_a_thread_waits_for_the_disk() -> None:
     ]
 
 
-def test_a_pool_ends_without_what_hangs_and_drops_what_waits(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_pool_ends_despite_a_hang_and_drops_what_waits(caplog: pytest.LogCaptureFixture) -> None:
     answers, pool = threading.Event(), Helpers("reader", 1)
     hangs, waits = pool.submit(answers.wait), pool.submit(print)
     while not hangs.running():
@@ -97,10 +96,7 @@ def test_an_error_is_raised_where_the_result_is_wanted_and_holds_nothing() -> No
 
 
 def test_a_thread_that_cannot_begin_fails_its_work() -> None:
-    def begin() -> None:
-        raise ValueError("no such device")
-
-    pool = Helpers("beginner", 1, begin=begin)
+    pool = Helpers("beginner", 1, begin=Mock(side_effect=ValueError("no such device")))
     with pytest.raises(ValueError, match="no such device"):
         pool.submit(len, "x").result(30)
     assert pool.end(30)

@@ -82,8 +82,7 @@ def test_the_service_gives_a_peer_time_to_leave() -> None:
 
 def test_the_service_does_not_restart_what_a_person_must_mend() -> None:
     final = {int(code) for code in unit()["RestartPreventExitStatus"].split()}
-    codes = {kind.exit_code for kind in kinds().values()}
-    assert final < codes
+    assert final < {kind.exit_code for kind in kinds().values()}
     assert not final & {1, errors.NobodyReachable.exit_code, errors.NetworkDown.exit_code}
     assert errors.ConfigError.exit_code in final and errors.StateError.exit_code in final
 

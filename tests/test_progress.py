@@ -7,22 +7,16 @@ import logging
 import pytest
 
 from swarm.progress import Progress, Reporter, duration, reading
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.fake_time import Time
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> Time:
+    return Time()
 
 
 def test_a_line_comes_every_15_seconds_with_the_time_that_is_left(
-    clock: Clock, caplog: pytest.LogCaptureFixture
+    clock: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "swarm.progress")
     reporter = Reporter("round 3/8", "step", clock)
@@ -37,7 +31,7 @@ def test_a_line_comes_every_15_seconds_with_the_time_that_is_left(
 
 
 def test_quick_work_says_nothing_to_people_and_everything_to_who_draws(
-    clock: Clock, caplog: pytest.LogCaptureFixture
+    clock: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "swarm.progress")
     assert list(Reporter("writing", "part", clock).each("abc", 3)) == list("abc")

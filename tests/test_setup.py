@@ -74,9 +74,7 @@ def kinds(calls: list[str]) -> list[str]:
     return [call.split()[1] for call in calls]
 
 
-def test_the_first_setup_installs_under_the_pins_and_the_second_does_nothing(
-    checkout: Checkout,
-) -> None:
+def test_the_first_setup_installs_the_pins_and_the_second_does_nothing(checkout: Checkout) -> None:
     assert checkout.setup()[0] == 0
     calls = checkout.calls()
     assert kinds(calls) == ["venv", "pip", "compileall"]

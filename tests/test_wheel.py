@@ -151,9 +151,7 @@ def test_the_page_of_a_wheel_names_files_of_a_wheel_and_options_that_there_are()
 
 
 @pytest.mark.scenario
-def test_the_demo_runs_by_name_from_a_wheel_away_from_the_clone(
-    wheel: Path, tmp_path: Path
-) -> None:
+def test_the_demo_runs_by_name_from_a_wheel_without_the_clone(wheel: Path, tmp_path: Path) -> None:
     """A line in a .pth file makes this environment's packages available to it."""
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env", folder=tmp_path)
     programs = tmp_path / "env" / "bin"

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from in_process import WAITING, Conditions, InProcessSwarm
+from conditions import WAITING, Conditions
+from in_process import InProcessSwarm
 
 from swarm.config import RunConfig
 from swarm.data.corpus import Corpus, open_corpus, size_of

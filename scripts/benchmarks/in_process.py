@@ -14,6 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from conditions import WAITING, Conditions, LimitedEngine
 from torch import Tensor
 
 from swarm.codecs import (
@@ -32,9 +33,7 @@ from swarm.data.held_out import HeldOut
 from swarm.data.loader import Loader
 from swarm.deltas.unit_deltas import Delta, apply_delta, difference, follow, rebase, reduced
 from swarm.experts import Slice, UnitLayout, expert_of, expert_of_unit, expert_unit
-from swarm.model.losses import Losses
 from swarm.model.merge import donors_of, merged_part
-from swarm.model.routing import RoutingControls
 from swarm.peer.text.agreed_model import initial_contents
 from swarm.protocol.membership.ownership import assign
 from swarm.protocol.rounds.policies.rules import Rules
@@ -43,38 +42,7 @@ from swarm.protocol.values.schedule import alpha_at, merge_due, merged_until
 from swarm.protocol.values.work import weights
 from swarm.train.engine.engine import Engine
 from swarm.train.engine.local_steps import Task, train_local_steps
-from swarm.train.engine.micro_batches import MicroBatch
 from swarm.train.engine.resident import ResidentEngine
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """Settings of a training that no run file has.
-
-    Attributes:
-        delay: local steps of a peer until it has the result of a round without waiting for it, at
-            most those of a round. 0: it waits.
-        own_texts: each peer reads a part of the text of its own. The parts follow the order of the
-            files, so each has other packages.
-        keeps_remainder: reducers add what the coding of a mean left out to the next mean [W5].
-        readers: an expert learns from one of so many equal parts of each batch. 1: from all.
-        held: experts that a peer has in memory, its own among them. 0: all.
-        absent: what happens to tokens of an absent expert. "skip": it adds nothing. "mask": the
-            router chooses among the experts held. "balance": so it does, and balances their loads.
-        rotates: the foreign experts held are others in each cycle.
-    """
-
-    delay: int = 0
-    own_texts: bool = False
-    keeps_remainder: bool = True
-    readers: int = 1
-    held: int = 0
-    absent: str = "skip"
-    rotates: bool = False
-
-
-WAITING = Conditions()
-"""Peers wait for the result of a round, and all read one text."""
 
 
 class Entry(NamedTuple):
@@ -183,8 +151,8 @@ class InProcessSwarm:
 
     # ------------------------------------------------ local steps
 
-    def _engine(self, peer: str) -> _LimitedEngine:
-        engine = _LimitedEngine(self.run, self.conditions)
+    def _engine(self, peer: str) -> LimitedEngine:
+        engine = LimitedEngine(self.run, self.conditions)
         engine.own(self._owned(peer))
         engine.write(self.agreed)
         self._take_away(engine, set(self.tip.owners) - self.held[peer])
@@ -330,61 +298,6 @@ class InProcessSwarm:
             follow(engine, layout, _reader(move.offered[peer]), after)
         elif not self.rules.is_verbatim(layout.unit):
             follow(engine, layout, before, after, _delta(move.offered[peer]))
-
-
-class _LimitedEngine(ResidentEngine):
-    """Trains experts on a part of the text, or without some of the foreign experts.
-
-    With several readers, each expert learns from one of as many equal parts of every batch. All
-    other tensors learn from the whole batch, without any exchange. The loss above that of a usual
-    engine is the price of experts that see only their owner's tokens.
-    """
-
-    def __init__(self, run: RunConfig, conditions: Conditions) -> None:
-        self._conditions, self._reader = conditions, 0
-        self.held: Collection[int] = ()
-        super().__init__(run)
-
-    def own(self, experts: Sequence[int]) -> None:
-        super().own(experts)
-        readers = self._conditions.readers
-        if readers == 1:
-            return
-        reader_of_row = torch.arange(len(self.owned)) % readers
-        for name, parameter in self._model.trained_parameters().items():
-            if ".experts.owned." in name:
-                parameter.register_hook(
-                    lambda gradient: gradient * (reader_of_row == self._reader)[:, None, None]
-                )
-
-    def _backward(
-        self, parts: Sequence[MicroBatch], index: int, controls: RoutingControls
-    ) -> Losses:
-        self._reader = index * self._conditions.readers // len(parts)
-        if self._conditions.absent != "skip":
-            balances = self._conditions.absent == "balance"
-            controls = _AmongHeld(held=tuple(sorted(self.held)), balances=balances)
-        return super()._backward(parts, index, controls)
-
-
-@dataclass(frozen=True)
-class _AmongHeld(RoutingControls):
-    """Routes tokens to the experts that a peer holds."""
-
-    held: tuple[int, ...] = ()
-    balances: bool = False
-
-    def own_bias(self, owned: Sequence[int], logits_NE: Tensor) -> Tensor | None:  # noqa: ARG002
-        bias_E = logits_NE.new_full(logits_NE.shape[1:], -1e9)
-        bias_E[list(self.held)] = 0
-        return bias_E
-
-    def count_weights(self, owned: Sequence[int], like_NE: Tensor) -> Tensor | None:  # noqa: ARG002
-        if not self.balances:
-            return None
-        weight_E = like_NE.new_zeros(like_NE.shape[1])
-        weight_E[list(self.held)] = 1
-        return weight_E
 
 
 def _owners(run: RunConfig) -> Mapping[int, Sequence[str]]:

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 from cells import Cell, Losses, gaps, parsed, work_off
-from in_process import WAITING, Conditions
+from conditions import WAITING, Conditions
 from plot_run import GRID, INK, LOSS, TRAFFIC, WIDTH, svg, text, ticks
 
 from swarm.config import RunConfig, parse_config

@@ -37,7 +37,7 @@ from pathlib import Path
 
 import torch
 from cells import Cell, Losses, interval, parsed, work_off
-from in_process import WAITING, Conditions
+from conditions import WAITING, Conditions
 from plot_run import GRID, INK, LOSS, TRAFFIC, WIDTH, svg, text, ticks
 
 from swarm.config import RunConfig, parse_config
@@ -178,6 +178,15 @@ RECIPES = {
     "four-owners-b1": _recipe("four owners, all b1", {**ALL_OWN, "wire.shared_coding": "b1"}),
     "vectors-half": _recipe("AdamW's tensors at half the rate", vectors=0.5),
     "vectors-double": _recipe("AdamW's tensors at twice the rate", vectors=2),
+    "expert-momentum": _recipe(
+        "momentum of experts 0.98", conditions=replace(QUARTER_LATE, expert_decay=0.98)
+    ),
+    "experts-half": _recipe(
+        "experts at half the rate", conditions=replace(QUARTER_LATE, expert_lr=0.5)
+    ),
+    "experts-double": _recipe(
+        "experts at twice the rate", conditions=replace(QUARTER_LATE, expert_lr=2)
+    ),
     "long-warmup": _recipe("warm-up of a fifth", warmup=0.2),
     "no-warmup": _recipe("no warm-up", warmup=0),
     "to-zero": _recipe("decay to zero", {"optimizer.final_share": 0.0}),

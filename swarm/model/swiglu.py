@@ -18,6 +18,22 @@ GROUPED_ROWS = 2**17
 and limit their seven buffers to a few GB for every sequence length."""
 
 
+GROUPING_GPUS = (9, 10)
+"""Major compute capabilities of the GPUs on which `grouped_mm` is one kernel: Hopper, and Blackwell
+of data centers. On others it is a loop that waits for the device at each call."""
+
+
+def has_grouped_kernel(compute: torch.dtype) -> bool:
+    """Whether this machine's GPU multiplies the rows of several experts in one kernel.
+
+    PyTorch 2.13 has the kernel for bf16 alone. A merely described GPU, on a machine without one,
+    has the kernel.
+    """
+    if compute is not torch.bfloat16 or torch.version.hip:
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] in GROUPING_GPUS
+
+
 @dataclass(frozen=True)
 class Plan:
     """The places of (token, expert) pairs in rows sorted by expert.
@@ -114,9 +130,9 @@ def blocks(plan: Plan, *, grouped: bool) -> Iterator[Block]:
 
     Args:
         plan: the sorted rows.
-        grouped: one `grouped_mm` for `GROUPED_ROWS` of a stack, for a GPU in 16 bits. Otherwise one
-            expert at a time. On a CPU `grouped_mm` is a loop too, and with single experts the rows
-            stay in the cache between products.
+        grouped: one `grouped_mm` for `GROUPED_ROWS` of a stack, where a GPU has a kernel for it.
+            Otherwise one expert at a time. On a CPU `grouped_mm` is a loop too, and with single
+            experts the rows stay in the cache between products.
     """
     num_groups = len(plan.starts) - 1
     for owned, low, high in ((True, 0, plan.num_owned), (False, plan.num_owned, num_groups)):
@@ -222,11 +238,11 @@ class Setting:
     def grouped(self, x_ND: Tensor, inner: int) -> bool:
         """Whether `grouped_mm` is used, which needs rows of multiples of 16 bytes.
 
-        In fp32 it is a loop over experts on a GPU too, and would convert a whole frozen stack of
-        another type.
+        Where it is a loop over experts, it would convert a whole frozen stack of another type.
         """
         sizes = (x_ND.shape[-1] * self.compute.itemsize, inner * self.compute.itemsize)
-        return x_ND.is_cuda and self.compute.itemsize < 4 and all(size % 16 == 0 for size in sizes)
+        is_aligned = all(size % 16 == 0 for size in sizes)
+        return x_ND.is_cuda and is_aligned and has_grouped_kernel(self.compute)
 
     def matrices(self, owned: Sequence[Tensor], block: Block) -> list[Tensor]:
         """The gate, up and down matrices of a block in the compute type."""

@@ -224,8 +224,7 @@ def test_a_json_line_that_is_too_long_is_skipped_to_its_end(tmp_path, monkeypatc
     assert len(lines[0]) == 31
     (tmp_path / "a.jsonl").write_text("\n".join([*lines, '{"text": "y"}']))
     skipped = Tally()
-    found = list(folder_corpus(tmp_path).documents(skipped))
-    assert found == [b"x" * 19, b"y"]
+    assert list(folder_corpus(tmp_path).documents(skipped)) == [b"x" * 19, b"y"]
     assert skipped.count == 2 and skipped.named[1].startswith("a.jsonl:3: longer than")
 
 

@@ -103,8 +103,7 @@ def test_windows_are_those_of_lm_evaluation_harness(length):
 
 
 def test_an_unclosed_last_document_counts_and_empty_ones_do_not():
-    tokens = np.array([END, 1, 2, END, END, 3])
-    assert held_out_windows(tokens, END, 8, 3).num_tokens == 3
+    assert held_out_windows(np.array([END, 1, 2, END, END, 3]), END, 8, 3).num_tokens == 3
 
 
 def test_many_short_documents_take_memory_by_their_own_length():

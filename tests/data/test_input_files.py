@@ -39,8 +39,7 @@ def write_table(path: Path, **columns: Iterable[object]) -> None:
 
 
 def read(folder: Path, column: str = "text", skipped: Tally | None = None) -> list[str]:
-    found = folder_corpus(folder, column).documents(skipped)
-    return [each.decode() for each in found]
+    return [each.decode() for each in folder_corpus(folder, column).documents(skipped)]
 
 
 PACKED: dict[str, Callable[[bytes], bytes]] = {
@@ -238,9 +237,7 @@ def digest(path: Path, kept: Path | None, now_s: float) -> str:
     return found
 
 
-def test_a_file_that_has_not_changed_is_read_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unchanged_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, kept = tmp_path / "a.txt", tmp_path / "kept"
     path.write_bytes(b"text")
     expected = blake3(b"text").hexdigest()
@@ -268,9 +265,7 @@ def test_a_file_that_changed_just_now_is_not_remembered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b"{", b'{"a": 1}'])
-def test_what_is_remembered_may_be_damaged_and_does_not_grow(
-    tmp_path: Path, content: bytes
-) -> None:
+def test_what_is_remembered_may_be_damaged_and_never_grows(tmp_path: Path, content: bytes) -> None:
     path, kept = tmp_path / "a.txt", tmp_path / "kept"
     path.write_bytes(b"text")
     kept.write_bytes(content)

@@ -279,14 +279,6 @@ def test_permute_depends_on_its_key_and_mixes_well():
     assert np.count_nonzero(np.abs(np.diff(first)) == 1) < 12
 
 
-def test_samples_are_counted_through_the_stretches_in_their_order():
-    stretches = ((50, 53), (7, 8), (60, 64))
-    assert samples_at(stretches, 0, 8).tolist() == [50, 51, 52, 7, 60, 61, 62, 63]
-    assert samples_at(stretches, 2, 3).tolist() == [52, 7, 60]
-    assert samples_at(stretches, 6, 9).tolist() == [62, 63]
-    assert samples_at(stretches, 8, 1).tolist() == samples_at((), 0, 4).tolist() == []
-
-
 @given(
     stretches=st.lists(st.tuples(st.integers(0, 100), st.integers(0, 9))),
     first=st.integers(0, 40),

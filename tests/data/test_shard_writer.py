@@ -242,9 +242,7 @@ def test_a_finished_shard_that_was_changed_is_seen_before_it_goes_on(
         made(corpus, out)
 
 
-def test_shards_of_another_tokenizer_are_refused_with_both_names(
-    corpus: Corpus, tmp_path: Path
-) -> None:
+def test_shards_of_another_tokenizer_are_refused_and_named(corpus: Corpus, tmp_path: Path) -> None:
     out = made(corpus, tmp_path / "out")
 
     class Other:

@@ -29,9 +29,7 @@ def write(path: Path, texts: Any, **options: Any) -> None:
     parquet.write_table(pa.table({"id": [0] * len(texts), "text": texts}), path, **options)
 
 
-def test_a_small_file_of_one_large_text_many_times_takes_the_memory_of_a_few(
-    tmp_path: Path,
-) -> None:
+def test_a_small_file_of_one_large_text_many_times_takes_little_memory(tmp_path: Path) -> None:
     text = "words of it " * 140_000
     repeated = pa.DictionaryArray.from_arrays(pa.array([0] * 200, pa.int32()), [text])
     write(tmp_path / "a.parquet", repeated, store_schema=False, compression="zstd")

@@ -20,8 +20,7 @@ def exported(tmp_path_factory):
 
 
 def test_a_document_is_its_bytes_and_an_end():
-    tokens = document_tokens("é\x00".encode())
-    assert tokens.tolist() == [0xC3, 0xA9, 0, END_OF_TEXT]
+    assert document_tokens("é\x00".encode()).tolist() == [0xC3, 0xA9, 0, END_OF_TEXT]
 
 
 def test_the_name_of_the_tokenizer_binds_its_ids():

@@ -53,8 +53,7 @@ def changed(content: bytes, **values: object) -> bytes:
 
 
 def with_model(content: bytes, **values: object) -> bytes:
-    model = json.loads(content)["model"] | values
-    return changed(content, model=model)
+    return changed(content, model=json.loads(content)["model"] | values)
 
 
 def test_a_file_says_its_ids_and_its_end_of_text(content: bytes) -> None:
@@ -127,8 +126,7 @@ def test_dropout_is_refused_since_nobody_would_get_the_same_tokens(content: byte
 
 
 def test_a_token_that_is_not_special_closes_no_document(content: bytes) -> None:
-    added = json.loads(content)["added_tokens"]
-    ordinary = [token | {"special": False} for token in added]
+    ordinary = [token | {"special": False} for token in json.loads(content)["added_tokens"]]
     with pytest.raises(TokenizerError, match="no special token"):
         FileTokenizer.of(changed(content, added_tokens=ordinary))
     with pytest.raises(TokenizerError, match="no special token 'hello'"):

@@ -130,9 +130,7 @@ def test_values_are_asked_of_a_peer_whose_link_is_idle(swarm: Swarm) -> None:
     assert facts.val_loss == 3.5 and facts.model.manifest is swarm.manifest
 
 
-def test_busy_peers_are_asked_where_idle_ones_send_nothing_and_in_the_end_it_gives_up(
-    swarm: Swarm,
-) -> None:
+def test_busy_peers_are_asked_where_idle_ones_send_nothing_up_to_a_limit(swarm: Swarm) -> None:
     swarm.willing = {"QmB"}
     source(swarm).bring(swarm.manifest, Form())
     assert swarm.asked == [["QmA"], ["QmA", "QmB"]]
@@ -205,9 +203,7 @@ def test_what_was_changed_on_the_disk_since_is_fetched_anew(swarm: Swarm, tmp_pa
         assert bytes(swarm.store.get(digest) or b"") == b"held"
 
 
-def test_a_strangers_loss_does_not_count_and_a_missing_one_is_not_waited_for_long(
-    swarm: Swarm,
-) -> None:
+def test_a_strangers_loss_does_not_count_and_a_missing_one_is_soon_given_up(swarm: Swarm) -> None:
     swarm.losses = {"QmStranger": 0.1}
     facts = source(swarm).bring(swarm.manifest, Form())
     assert facts.val_loss is None and facts.losses == ()

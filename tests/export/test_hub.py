@@ -72,9 +72,7 @@ def test_nothing_hidden_is_sent(facts: ExportFacts, tmp_path: Path) -> None:
     assert {path.as_posix() for path in sent} == kept
 
 
-def test_a_hub_that_refuses_is_an_error_and_not_the_exports_end(
-    facts: ExportFacts, tmp_path: Path
-) -> None:
+def test_a_hubs_refusal_does_not_end_the_export(facts: ExportFacts, tmp_path: Path) -> None:
     with pytest.raises(SwarmError, match=r"not pushed to me/model: 403 .*hf upload"):
         Hub(Client(OSError("403 Forbidden")), "me/model").push(tmp_path, facts)
 

@@ -132,9 +132,7 @@ class Breaking:
         return done
 
 
-def test_an_error_at_any_step_leaves_whole_exports_and_the_next_start_goes_on(
-    tmp_path: Path,
-) -> None:
+def test_an_error_at_any_step_leaves_whole_exports_and_the_next_goes_on(tmp_path: Path) -> None:
     steps = 0
     while True:
         folder = tmp_path / str(steps)
@@ -201,9 +199,7 @@ def writers(tmp_path: Path) -> Iterator[Writers]:
     server.process.stdout.close()
 
 
-def test_kill_9_at_any_moment_leaves_the_last_export_whole(
-    tmp_path: Path, writers: Writers
-) -> None:
+def test_kill_9_at_any_time_leaves_the_last_export_whole(tmp_path: Path, writers: Writers) -> None:
     folder, chance, newest, left_over = tmp_path / "out", random.Random(0), 0, 0
     for _ in range(6):
         child = writers.start()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -30,14 +31,11 @@ def chain_of(rounds: int, *, each: int = 1) -> Chain:
 
 
 def follow(chain: Chain, folder: Path, *, every: int = 2, keep: int = 9) -> list[str]:
-    said: list[str] = []
-    manager, time = ExportManager(folder, keep), Time()
-    try:
+    said, time = list[str](), Time()
+    with closing(ExportManager(folder, keep)) as manager:
         Follower(
             chain, manager, every, Form(), say=said.append, sleep=time.sleep, clock=time
         ).follow()
-    finally:
-        manager.close()
     return said
 
 
@@ -48,13 +46,14 @@ def rounds_in(folder: Path) -> list[int]:
 def test_a_run_is_looked_at_as_often_as_its_size_allows(tmp_path: Path) -> None:
     chain, pauses = chain_of(2), set[float]()
     chain.pause_s = 16.0
-    time, manager = Time(), ExportManager(tmp_path, 9)
-    try:
-        Follower(
-            chain, manager, 2, Form(), sleep=lambda s: pauses.add(s) or time.sleep(s), clock=time
-        ).follow()
-    finally:
-        manager.close()
+    time = Time()
+
+    def sleep(seconds: float) -> None:
+        pauses.add(seconds)
+        time.sleep(seconds)
+
+    with closing(ExportManager(tmp_path, 9)) as manager:
+        Follower(chain, manager, 2, Form(), sleep=sleep, clock=time).follow()
     assert pauses == {16.0}
 
 
@@ -70,16 +69,13 @@ def test_the_next_multiple_is_due_or_the_last_round(
 
 def test_a_round_is_exported_once_its_merge_is_done() -> None:
     run = toy_run()  # merges every 12 steps
-    manifest = found(BlobStore(), run)
-    before = dataclasses.replace(manifest, round=2, step=12, merged=0)
+    before = dataclasses.replace(found(BlobStore(), run), round=2, step=12, merged=0)
     assert not is_ready(before, 2, run)
     assert is_ready(dataclasses.replace(before, merged=1), 2, run)
     assert not is_ready(dataclasses.replace(before, merged=1), 3, run)
 
 
-def test_every_other_round_and_the_last_are_exported_and_only_what_changed_is_fetched(
-    tmp_path: Path,
-) -> None:
+def test_every_other_round_and_the_last_are_exported_by_fetching_changes(tmp_path: Path) -> None:
     chain = chain_of(5)
     said = follow(chain, tmp_path)
     assert rounds_in(tmp_path) == [2, 4, 5]
@@ -102,9 +98,7 @@ def test_a_round_that_was_missed_has_the_next_one_in_its_place(tmp_path: Path) -
     assert said[0].startswith("exported round 3 instead of 2, which was over")
 
 
-def test_it_goes_on_after_the_newest_and_fetches_again_what_a_disk_has_spoiled(
-    tmp_path: Path,
-) -> None:
+def test_it_goes_on_after_the_newest_and_fetches_again_what_is_spoiled(tmp_path: Path) -> None:
     chain = chain_of(6)
     chain.store = BlobStore(tmp_path / ".blobs")
     whole, chain.manifests = chain.manifests, chain.manifests[:5]
@@ -137,15 +131,12 @@ class Slow(Chain):
         return super().newest(least_round)
 
 
-def test_a_run_that_agrees_on_rounds_is_not_given_up_before_the_one_that_is_due(
-    tmp_path: Path,
-) -> None:
+def test_a_run_that_agrees_on_rounds_is_not_given_up_before_one_is_due(tmp_path: Path) -> None:
     chain = chain_of(20)
     slow = Slow(chain.run, chain.manifests, chain.remote)
     slow.time = Time()
-    manager = ExportManager(tmp_path, 2)
-    Follower(slow, manager, 10, Form(), sleep=slow.time.sleep, clock=slow.time).follow()
-    manager.close()
+    with closing(ExportManager(tmp_path, 2)) as manager:
+        Follower(slow, manager, 10, Form(), sleep=slow.time.sleep, clock=slow.time).follow()
     assert rounds_in(tmp_path) == [10, 20]
 
 
@@ -183,14 +174,11 @@ def losing(folder: Path, at_h: dict[int, float], gone: set[int]) -> tuple[Losing
     return slow, follower, said
 
 
-def test_a_model_that_nobody_has_any_more_is_given_up_once_and_the_next_one_is_exported(
-    tmp_path: Path,
-) -> None:
+def test_a_model_that_nobody_has_is_given_up_once_and_the_next_is_exported(tmp_path: Path) -> None:
     """Each attempt has its own time limits. Whether another attempt follows is decided here."""
-    at_h = {1: 0.0, 2: 0.0, 3: 20.0, 4: 20.5}
-    chain, follower, said = losing(tmp_path, at_h, {2})
-    follower.follow()
-    follower.manager.close()
+    chain, follower, said = losing(tmp_path, {1: 0.0, 2: 0.0, 3: 20.0, 4: 20.5}, {2})
+    with closing(follower.manager):
+        follower.follow()
     assert rounds_in(tmp_path) == [3, 4]
     assert 3 <= chain.brought.count(2) <= 12
     (given_up,) = [line for line in said if line.startswith("round 2 is given up")]
@@ -216,9 +204,7 @@ def test_a_run_of_which_no_model_can_be_fetched_is_given_up(tmp_path: Path) -> N
     assert len(chain.brought) < 1000
 
 
-def test_a_model_that_comes_too_slowly_has_a_day_whatever_the_number_of_attempts(
-    tmp_path: Path,
-) -> None:
+def test_a_model_that_comes_too_slowly_has_a_day_however_many_attempts(tmp_path: Path) -> None:
     limits = list[float]()
 
     class Trickling(Losing):

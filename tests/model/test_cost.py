@@ -85,8 +85,7 @@ def test_parameters_are_those_of_the_paper(name: str) -> None:
     assert round(counted.total / 1e6) == published.total
     assert round(counted.shared / 1e6) == published.shared
     assert counted.per_expert / 1e6 == pytest.approx(published.per_expert, rel=1e-3)
-    trained = trained_per_peer(spes(name), published.num_peers)
-    assert round(trained / 1e6) == published.trained
+    assert round(trained_per_peer(spes(name), published.num_peers) / 1e6) == published.trained
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -137,8 +136,7 @@ def test_deltas_take_the_bytes_of_their_codings(
     run = run.model_copy(update={"wire": run.wire.model_copy(update=coded)})
     sent = bytes_sent_per_peer_per_round(run, 4) / 1e9
     assert sent == pytest.approx(gigabytes, abs=0.006)
-    layout = layout_of(run)
-    parts = [(expert_of_unit(unit.unit), coded_bytes(unit)) for unit in layout.units]
+    parts = [(expert_of_unit(unit.unit), coded_bytes(unit)) for unit in layout_of(run).units]
     moved = [sum(size for e, size in parts if (e is None) == is_shared) for is_shared in (1, 0)]
     assert sent * 1e9 == pytest.approx((2 * 3 * moved[0] + 3 * moved[1]) / 4, rel=1e-4)
 

@@ -170,9 +170,7 @@ def test_all_files_have_the_permissions_that_new_files_have(tmp_path: Path) -> N
     assert len(written) > 3 and {path.stat().st_mode & 0o777 for path in written} == {0o640}
 
 
-def test_a_full_disk_is_an_error_of_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_a_disk_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left (os error 28)")
 

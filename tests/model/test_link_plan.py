@@ -103,8 +103,7 @@ def test_the_table_of_the_7b_follows_from_the_formulas(
     fast: tuple[float, float, float],
     slow: tuple[float, float, float],
 ) -> None:
-    moved = cycle_bytes(RUN, setting, 4)
-    assert moved / 1e9 == pytest.approx(gigabytes, rel=0.01)
+    assert cycle_bytes(RUN, setting, 4) / 1e9 == pytest.approx(gigabytes, rel=0.01)
     for up, (transfer_s, percent, delay_steps) in ((100.0, fast), (20.0, slow)):
         plan = plan_link(
             RUN, setting, (up, 100.0), compute_s=COMPUTE_S, num_peers=4, assumed=FAST_DISK
@@ -163,8 +162,7 @@ def test_rounds_of_a_cycle_divide_the_local_steps() -> None:
     assert {s.rounds for s in settings_for(run_7b("round.local_steps=20"))} == {1, 5}
     ten = run_7b("round.local_steps=4", "merging.alpha=0")
     assert {s.rounds for s in settings_for(ten)} == {1, 4}
-    odd = run_7b("round.local_steps=7", "merging.alpha=0")
-    assert {s.rounds for s in settings_for(odd)} == {1}
+    assert {s.rounds for s in settings_for(run_7b("round.local_steps=7", "merging.alpha=0"))} == {1}
     assert max(s.owners for s in settings_for(run_7b("run.peers=1"))) == 1
     moved = with_rounds(Setting("b2", "b2", 4, 1, 8, owners=2, overlap=True), 5)
     assert moved == Setting("b2", "b2", 5, 1, 10, owners=2, overlap=True)
@@ -184,8 +182,7 @@ def test_each_setting_is_one_of_a_run_file() -> None:
             f"round.overlap={'round' if setting.overlap else 'none'}",
         ]
         period = max(setting.shared_every, setting.experts_every)
-        written = setting_of(run_7b(*wire, *rounds))
-        assert written == replace(setting, rounds=period)
+        assert setting_of(run_7b(*wire, *rounds)) == replace(setting, rounds=period)
 
 
 def test_prices_are_of_settings_that_differ_and_name_their_runs() -> None:

@@ -95,8 +95,7 @@ def test_every_expert_reads_the_values_before_the_merge() -> None:
     run = tiny_run(num_experts=4)
     named = random_weights(run)
     for layer in range(run.model.num_hidden_layers):
-        base = named[expert_tensor(layer, 0, "gate")]
-        named[expert_tensor(layer, 1, "gate")] = base * 2
+        named[expert_tensor(layer, 1, "gate")] = named[expert_tensor(layer, 0, "gate")] * 2
     merged = merge_experts(named, run.model, alpha=1.0, top_k=1)
     assert merged.donors[0][:2] == ((1,), (0,))
     for kind in PROJECTIONS:

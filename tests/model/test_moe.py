@@ -88,9 +88,7 @@ def plain_loop(case: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("multiple", [1, 8])
 @pytest.mark.parametrize("num_owned", [0, 2, 5, 6])
-def test_mixed_experts_and_their_gradients_equal_a_plain_loop(
-    num_owned: int, multiple: int
-) -> None:
+def test_mixed_experts_and_gradients_equal_a_plain_loop(num_owned: int, multiple: int) -> None:
     case = mixture()
     inputs = [case[name] for name in ("x", "weight", "gate", "up", "down")]
     upstream = torch.randn(40, 32, generator=torch.Generator().manual_seed(9))
@@ -112,11 +110,28 @@ def test_mixed_experts_and_their_gradients_equal_a_plain_loop(
         assert torch.allclose(gradient, trained, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("device", ["gpu", "cpu"])
+@pytest.mark.parametrize(
+    ("dtype", "capability", "is_whole"),
+    [
+        (torch.bfloat16, None, False),
+        (torch.float32, (9, 0), False),
+        (torch.float16, (9, 0), False),
+        (torch.bfloat16, (8, 6), False),
+        (torch.bfloat16, (12, 0), False),
+        (torch.bfloat16, (9, 0), True),
+        (torch.bfloat16, (10, 3), True),
+    ],
+    ids=str,
+)
 def test_a_stack_is_dense_as_a_whole_only_where_a_kernel_takes_it(
-    dtype: torch.dtype, device: str
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    capability: tuple[int, int] | None,
+    is_whole: bool,
 ) -> None:
+    """On a CPU, and on GPUs of several generations."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     case, asked = mixture(num_tokens=40), []
 
     class Asked(DenseStack):
@@ -127,9 +142,8 @@ def test_a_stack_is_dense_as_a_whole_only_where_a_kernel_takes_it(
     gate, up, down = (Asked(case[name].detach()) for name in ("gate", "up", "down"))
     setting = Setting(plan_rows(case["expert"], 6, 0, 1), (gate, up, down), dtype)
     x, owned = case["x"].detach(), [case[name].detach()[:0] for name in ("gate", "up", "down")]
-    mix_experts(x.as_subclass(OnGpu) if device == "gpu" else x, case["weight"], owned, setting)
-    whole = device == "gpu" and dtype is torch.bfloat16
-    assert set(asked) == {6 if whole else 1}
+    mix_experts(x.as_subclass(OnGpu) if capability else x, case["weight"], owned, setting)
+    assert set(asked) == {6 if is_whole else 1}
 
 
 @pytest.mark.parametrize(("most_rows", "num_blocks"), [(2**17, 2), (200, 4), (1, 5)])

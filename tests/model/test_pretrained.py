@@ -247,9 +247,7 @@ def test_a_window_in_a_config_that_switches_it_off_is_none(copied: Path) -> None
 @pytest.mark.parametrize(
     "switch", [{"use_sliding_window": False}, {"layer_types": ["full_attention"] * 2}], ids=str
 )
-def test_mixtral_has_its_window_whatever_other_keys_say(
-    tmp_path: Path, switch: dict[str, object]
-) -> None:
+def test_mixtral_has_its_window_in_any_case(tmp_path: Path, switch: dict[str, object]) -> None:
     """Its code in Transformers reads no other key."""
     make_checkpoint(tmp_path, "mixtral")
     with pytest.raises(ConfigError, match="sliding_window = 8 means sliding windows"):

@@ -9,23 +9,13 @@ from swarm.errors import BadBlob
 from swarm.experts import expert_of, expert_tensor
 from swarm.model.transformer import Transformer
 from tests.model.samples import Spy, random_tokens, random_weights, shapes_of, tiny_run
+from tests.train.runs import same
 
 
 def model_of(run: RunConfig, owned: list[int], **settings: str) -> Transformer:
     model = Transformer(run.model, owned=owned, **settings)
     model.write(random_weights(run))
     return model
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(
-        left[name].dtype == right[name].dtype and torch.equal(bits(left[name]), bits(right[name]))
-        for name in left
-    )
 
 
 def copies(named: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -36,8 +26,7 @@ def copies(named: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_what_is_written_is_read_in_the_type_of_its_storage(owned: list[int]) -> None:
     run = tiny_run()
     weights = random_weights(run)
-    model = model_of(run, owned, frozen="bf16")
-    read = model.read(shapes_of(run))
+    read = model_of(run, owned, frozen="bf16").read(shapes_of(run))
     assert {name: tensor.shape for name, tensor in read.items()} == shapes_of(run)
     for name, tensor in read.items():
         frozen = expert_of(name) not in (None, *owned)
@@ -56,7 +45,7 @@ def test_a_wrong_shape_or_name_is_refused_and_nothing_is_written() -> None:
         model.write(good | {expert_tensor(1, 2, "gate"): torch.zeros(64, 48)})
     with pytest.raises(BadBlob, match=r"model\.layers\.9\.mlp\.gate\.weight is not in our model"):
         model.write(good | {"model.layers.9.mlp.gate.weight": torch.zeros(8, 64)})
-    assert same_bits(before, model.read(shapes_of(run)))
+    assert same(before, model.read(shapes_of(run)))
 
 
 @pytest.mark.parametrize("frozen", ["fp32", "bf16"])
@@ -76,7 +65,7 @@ def test_own_moves_rows_and_rounds_only_what_freezes(frozen: str) -> None:
             expected = before[name].to(dtype)
         else:
             expected = before[name]
-        assert same_bits({name: expected}, {name: after[name]})
+        assert same({name: expected}, {name: after[name]})
 
 
 def test_own_keeps_the_parameters_when_nothing_changes() -> None:
@@ -89,8 +78,7 @@ def test_own_keeps_the_parameters_when_nothing_changes() -> None:
 
 
 def test_rows_of_a_trained_stack_are_the_owned_experts_in_order() -> None:
-    run = tiny_run()
-    model = model_of(run, [6, 2])
+    model = model_of(tiny_run(), [6, 2])
     stack = model.trained_parameters()["model.layers.1.mlp.experts.owned.down_proj"]
     assert stack.shape == (2, 64, 48)
     for row, expert in enumerate((2, 6)):
@@ -154,7 +142,7 @@ def test_training_leaves_every_bit_of_frozen_experts_alone() -> None:
     after = model.read(shapes_of(run))
     for name in before:
         frozen = expert_of(name) not in (None, 0)
-        assert same_bits({name: before[name]}, {name: after[name]}) == frozen, name
+        assert same({name: before[name]}, {name: after[name]}) == frozen, name
 
 
 def test_an_owned_expert_without_tokens_has_a_gradient_of_zeros() -> None:
@@ -189,8 +177,8 @@ def test_ownership_changes_no_bit_of_the_forward_pass_nor_of_shared_gradients() 
             if ".owned." not in name and parameter.grad is not None
         }
         results.append(shared | {"total": losses.total.detach(), "logits": model(tokens).detach()})
-    assert same_bits(results[0], results[1])
-    assert same_bits(results[0], results[2])
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])
 
 
 def test_bf16_compute_stays_near_fp32() -> None:

@@ -64,9 +64,7 @@ def test_without_noise_the_mixture_computes_what_the_dense_model_does(
     assert theirs.config.tie_word_embeddings == dense.config.tie_word_embeddings
 
 
-def test_weights_that_are_not_renormalised_are_made_up_for_unless_spes_is_wanted(
-    tmp_path: Path,
-) -> None:
+def test_unnormalised_weights_are_made_up_for_unless_spes_is_wanted(tmp_path: Path) -> None:
     dense = make_checkpoint(tmp_path / "dense", "qwen3", vocab_size=260)
     recipe = replace(PLAIN, norm_topk_prob=False, router="zeros")
     Upcycling(tmp_path / "dense", recipe).save(tmp_path / "scaled")
@@ -135,9 +133,7 @@ def test_with_noise_it_trains_and_every_expert_has_tokens(tmp_path: Path, kind: 
     assert (logits_of(ours(tmp_path / "export")) - logits_of(theirs)).abs().max() < 1e-5
 
 
-def test_at_most_a_dense_matrix_is_read_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dense_matrices_are_read_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path, "llama", num_hidden_layers=8)
     live, read = Live(), TensorFiles.read
     monkeypatch.setattr(TensorFiles, "read", lambda self, stored: live.read(read(self, stored)))

@@ -103,9 +103,7 @@ def test_a_peer_is_stopped_by_a_callback_and_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.scenario
-def test_a_joiner_fetches_the_weights_and_the_tokenizer_that_a_founder_was_given(
-    tmp_path: Path,
-) -> None:
+def test_a_joiner_fetches_weights_and_tokenizer_that_a_founder_was_given(tmp_path: Path) -> None:
     """They do not follow from the seed, so computed ones would differ from the run's."""
     made, tokenizer = train_tokenizer([b"some words, and some more words"] * 9, 270), tmp_path / "t"
     tokenizer.mkdir()
@@ -158,9 +156,7 @@ def test_what_cannot_start_leaves_the_state_directory_free(tmp_path: Path) -> No
     assert is_unlocked(tmp_path / "never")
 
 
-def test_a_run_for_peers_that_are_invited_is_not_founded_with_whoever_comes(
-    tmp_path: Path,
-) -> None:
+def test_a_run_for_peers_that_are_invited_is_not_founded_with_whoever_comes(tmp_path: Path) -> None:
     run = tiny(tmp_path, "run.admission=invited")
     config = machine("peer.wait_for_peers=2", "peer.open_gathering=true")
     with pytest.raises(ConfigError, match="strangers would be let in and vote"):

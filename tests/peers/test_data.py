@@ -93,8 +93,7 @@ def test_shards_are_made_looked_at_verified_and_taken_by_a_run(
 
     overrides = ["model.vocab_size=512", "data.tokenizer=file"]
     run = parse_config(RunConfig, EXACT, source="test", overrides=overrides)
-    taken = RunText(str(out), tmp_path / "cache", print)
-    given = taken.found(run, used)
+    given = RunText(str(out), tmp_path / "cache", print).found(run, used)
     assert given.common is not None and given.common.tokens == found["tokens"]
     assert given.common.tokenizer == used.name and given.common.digest == found["digest"]
     tokens = np.frombuffer(given.held_out, "<u4")
@@ -199,13 +198,10 @@ def tokenised_bytes(folder: Path, documents: list[str]) -> Path:
     return folder / "out"
 
 
-def test_a_founder_has_all_the_held_out_text_of_ready_tokens_that_it_asks_for(
-    tmp_path: Path,
-) -> None:
+def test_a_founder_has_all_the_held_out_text_of_ready_tokens_it_asks_for(tmp_path: Path) -> None:
     out = tokenised_bytes(tmp_path, [f"text {number} " * 100 for number in range(4000)])
     run = parse_config(RunConfig, EXACT, source="test", overrides=["data.validation_bytes=65536"])
-    given = RunText(str(out), tmp_path / "cache", print).found(run, BYTE)
-    assert given.held_out_bytes == 65536
+    assert RunText(str(out), tmp_path / "cache", print).found(run, BYTE).held_out_bytes == 65536
 
 
 def test_of_ready_tokens_whole_documents_are_kept_as_text(
@@ -288,9 +284,7 @@ def test_a_folder_of_mixed_kinds_is_read_or_named_file_by_file(
     assert not any("secret" in line for line in lines)
 
 
-def test_a_folder_of_which_nothing_is_readable_ends_a_program_and_info_describes_it(
-    tmp_path: Path,
-) -> None:
+def test_an_unreadable_folder_ends_a_program_and_info_describes_it(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for number in range(20):
         (tmp_path / "in" / f"{number:02}.pdf").write_text("%PDF")
@@ -311,9 +305,7 @@ def test_a_folder_of_which_nothing_is_readable_ends_a_program_and_info_describes
     assert code == DataError.exit_code and "nowhere: no such folder" in said
 
 
-def test_ready_tokens_are_not_taken_through_a_link_that_leaves_their_folder(
-    tmp_path: Path,
-) -> None:
+def test_ready_tokens_are_not_taken_through_a_link_that_leaves_their_folder(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for path, documents in (("in/a.bin", 200), ("b.bin", 100)):
         stream = np.concatenate(list(BYTE.encoded([f"{n}".encode() for n in range(documents)])))

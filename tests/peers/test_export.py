@@ -162,8 +162,7 @@ def test_an_export_holds_model_configuration_and_tokenizer(
         assert blob is not None and blob_of(unit, tensors) == bytes(blob)
     said = capsys.readouterr().out
     assert command(folder, run.data.sequence_length) in said
-    text = (folder / "lm_eval" / "swarm_held_out.jsonl").read_text()
-    assert text == '{"text": "held out"}\n'
+    assert (folder / "lm_eval" / "swarm_held_out.jsonl").read_text() == '{"text": "held out"}\n'
 
 
 def test_an_export_has_the_tokenizer_of_its_run(
@@ -174,8 +173,7 @@ def test_an_export_has_the_tokenizer_of_its_run(
     founding = dataclasses.replace(found.manifest.founding, tokenizer=used)
     manifest = dataclasses.replace(found.manifest, founding=founding)
     export(ExportFacts(dataclasses.replace(found, manifest=manifest)), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["eos_token_id"] == made.end_of_text
+    assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == made.end_of_text
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
     text = "a few <|endoftext|> words"
     (tokens,) = made.encoded([text.encode()])
@@ -213,16 +211,10 @@ def test_a_directory_that_is_not_there_is_not_made(tmp_path: Path) -> None:
 
 def test_a_directory_without_a_run_is_said_to_have_none(tmp_path: Path) -> None:
     StateDirectory(tmp_path / "state").close()
-    code, said = invoke("--state-dir", tmp_path / "state", "--out", tmp_path / "out")
+    where = ("--state-dir", tmp_path / "state", "--out", tmp_path / "out")
+    code, said = invoke(*where)
     assert code == StateError.exit_code and "there is no run in it" in said
-    code, said = invoke(
-        "--state-dir",
-        tmp_path / "state",
-        "--out",
-        tmp_path / "out",
-        "--run-id",
-        "x-0123456789abcdef",
-    )
+    code, said = invoke(*where, "--run-id", "x-0123456789abcdef")
     assert code == StateError.exit_code and "no state of x-" in said
 
 
@@ -250,8 +242,7 @@ def test_the_newest_of_two_manifests_is_what_the_record_names(
 
 
 def test_a_model_in_bf16_says_so_and_loads_as_such(found: AgreedModel, tmp_path: Path) -> None:
-    given = Form("bfloat16", max_shard_bytes=30_000)
-    write_export(tmp_path, ExportFacts(found, given))
+    write_export(tmp_path, ExportFacts(found, Form("bfloat16", max_shard_bytes=30_000)))
     assert {tensor.dtype for _, tensor in TensorFiles(tmp_path).items()} == {torch.bfloat16}
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)

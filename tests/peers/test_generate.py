@@ -84,9 +84,7 @@ def test_a_prompt_may_be_any_bytes(folder: Path) -> None:
     assert code == 0 and said.startswith("caf\ufffd"), said
 
 
-def test_code_that_comes_with_a_model_is_not_run_and_nobody_is_asked(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_models_code_is_not_run_and_nobody_is_asked(folder: Path, tmp_path: Path) -> None:
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     config = json.loads((folder / "config.json").read_text())

@@ -129,9 +129,7 @@ def test_what_nohup_ignores_is_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_the_logs_that_an_error_names_are_there_to_be_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_logs_that_an_error_names_are_there_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     folders: list[Path] = []
 
     def start(swarm: LocalSwarm) -> None:
@@ -170,9 +168,7 @@ def test_what_was_trained_is_kept_unless_the_run_is_finished(
     assert f"swarm-peer --state-dir {folder}/peer-0 resumes it" in result.stderr
 
 
-def test_the_temporary_folder_of_a_finished_run_is_removed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_temporary_folder_of_a_finished_run_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     folders: list[Path] = []
     monkeypatch.setattr(local, "_train", lambda swarm, *_: folders.append(swarm.folder) or [])
     monkeypatch.setattr(local, "summary", lambda *_: {})
@@ -210,8 +206,7 @@ def test_a_swarm_that_trains_for_long_is_not_silent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "EVERY_S", 0.0)
-    swarm = LocalSwarm(tmp_path, Path(DEMO), 0)
-    local.Progress(8, as_json=True)(swarm)
+    local.Progress(8, as_json=True)(LocalSwarm(tmp_path, Path(DEMO), 0))
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", "0 peers start or end a round\n")
 

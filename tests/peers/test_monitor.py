@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
@@ -99,9 +100,7 @@ def watch(guest: Guest) -> Watch:
     return Watch(cast(Observer, guest), BlobStore(), None)
 
 
-def test_the_manifest_is_fetched_only_when_a_peer_shows_another_one(
-    guest: Guest, watch: Watch
-) -> None:
+def test_the_manifest_is_fetched_only_when_a_peer_shows_another(guest: Guest, watch: Watch) -> None:
     watch.look()
     watch.look()
     assert guest.asked == ["find None", "look", "tip", "look"]
@@ -135,14 +134,9 @@ def test_who_watches_many_peers_looks_for_longer_and_less_often(guest: Guest, wa
 
 
 def test_who_sees_nobody_looks_once_more_before_it_says_so(guest: Guest, watch: Watch) -> None:
-    there, gone, looked = guest.seen, Seen({}, {}, {}), [0]
-
-    def late(run: str, deadline_s: float) -> Seen:
-        looked[0] += 1
-        return gone if looked[0] == 1 else there
-
+    there, gone = guest.seen, Seen({}, {}, {})
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(guest, "look", late)
+        patched.setattr(guest, "look", Mock(side_effect=[gone, there]))
         assert len(watch.look().peers) == 1
     guest.seen = gone
     with pytest.raises(NobodyReachable, match="no peer of demo-1 is present"):
@@ -258,11 +252,7 @@ def test_a_gathering_run_that_nobody_announces_any_more_is_unreachable(
 ) -> None:
     guest.state = RunState.GATHERING
     watch.look()
-
-    def none(wanted: str | None, deadline_s: float) -> Announced:
-        raise NobodyReachable("no peer announces a run")
-
-    monkeypatch.setattr(guest, "find", none)
+    monkeypatch.setattr(guest, "find", Mock(side_effect=NobodyReachable("no peer announces a run")))
     with pytest.raises(NobodyReachable, match="no peer announces a run"):
         watch.look()
 
@@ -299,9 +289,7 @@ def test_a_run_that_was_seen_to_end_stays_finished_when_its_peers_have_left(
     assert guest.asked.count("find None") == 2, "another run may begin at the same address"
 
 
-def test_the_manifest_of_a_run_that_ended_is_not_shown_for_the_next_one(
-    guest: Guest, watch: Watch
-) -> None:
+def test_an_ended_runs_manifest_is_not_shown_for_the_next_one(guest: Guest, watch: Watch) -> None:
     guest.show(8)
     watch.look()
     guest.seen = Seen({}, {}, {})

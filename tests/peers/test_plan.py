@@ -218,8 +218,7 @@ def test_the_plan_counts_the_bytes_that_the_layout_cuts(name: str) -> None:
     path = RUNS / f"{name}.toml"
     for wire in ([], ["wire.shared=bf16"], ["wire.experts=fp32"]):
         run = parse_config(RunConfig, path.read_text(), source=name, overrides=wire)
-        layout = layout_of(run)
-        assert layout.num_bytes == shared_wire_bytes(run) + expert_wire_bytes(run)
+        assert layout_of(run).num_bytes == shared_wire_bytes(run) + expert_wire_bytes(run)
 
 
 def test_a_plan_says_how_long_a_round_and_the_run_take_and_at_which_speeds() -> None:
@@ -279,9 +278,7 @@ def test_a_link_is_planned_with_the_run_as_it_is_and_the_settings_that_fit() -> 
     assert "link" not in plan("spes_7b", *BIG)
 
 
-def test_rounds_of_an_agreed_time_are_planned_on_a_link_as_those_of_as_many_steps(
-    tmp_path: Path,
-) -> None:
+def test_rounds_of_an_agreed_time_are_planned_as_those_of_as_many_steps(tmp_path: Path) -> None:
     without_phases = (RUNS / "spes_7b_home.toml").read_text().partition("[[phases]]")[0]
     (tmp_path / "home.toml").write_text(without_phases)
     asked = (*BIG, "--link", "100/20mbit,100ms")
@@ -349,9 +346,7 @@ def test_what_a_link_carries_under_loss_is_said() -> None:
         ("100mbit,speed=5", "a link has no 'speed'"),
     ],
 )
-def test_a_link_that_could_mean_two_things_is_refused_with_how_to_write_it(
-    link: str, words: str
-) -> None:
+def test_a_link_that_could_mean_two_things_is_refused_with_advice(link: str, words: str) -> None:
     result = CliRunner().invoke(main, ["--run", str(RUNS / "demo.toml"), "--link", link])
     assert result.exit_code == 2
     assert words in " ".join(result.stderr.split())
@@ -423,8 +418,7 @@ def test_the_bus_and_the_network_decide_how_a_model_is_cut() -> None:
         f"layers {layers}, 32 experts, 1/2 of masters and moments"
         for layers in ("0-4", "5-9", "10-14", "15-15")
     ]
-    whole = ("--set", "compute.pipeline=1")
-    (dealt,) = plan("spes_7b", *cards, *whole)["workers"]["ranks"]
+    (dealt,) = plan("spes_7b", *cards, "--set", "compute.pipeline=1")["workers"]["ranks"]
     assert dealt["holds"] == "all layers, 1/4 of 32 experts, 1/8 of masters and moments"
     without = ("--set", "compute.shard=none", "--set", "compute.tensor_parallel=1")
     stages = plan("spes_7b", *cards, *without)["workers"]["ranks"]

@@ -10,7 +10,7 @@ import torch
 
 from swarm.data.corpus import open_corpus, size_of
 from swarm.data.loader import Loader
-from swarm.experts import expert_unit
+from swarm.experts import expert_tensor, expert_unit
 from swarm.model.routing import RoutingControls
 from tests.train.runs import patterned_shards, same
 
@@ -97,13 +97,13 @@ def test_the_search_gives_no_result(script: ModuleType) -> None:
 
 def test_an_expert_learns_from_one_part_of_the_batch(script: ModuleType) -> None:
     """The gradient of expert e is that of part e mod 2. Other tensors learn from both parts."""
-    from in_process import Conditions, _LimitedEngine  # the folder is on the path only in this test
+    from conditions import Conditions, LimitedEngine  # the folder is on the path only in this test
 
     run = script.run_of(script.METHODS["all-adamw-16"], 1.0, 1, script.QUICK)
     batch_BT1 = torch.randint(0, 256, (2 * run.train.micro_batch_sequences, 17))
 
     def gradients(readers: int, tokens_BT1: torch.Tensor) -> dict[str, torch.Tensor]:
-        engine = _LimitedEngine(run, Conditions(readers=readers))
+        engine = LimitedEngine(run, Conditions(readers=readers))
         engine.own(range(run.model.num_experts))
         for parameter in engine._model.parameters():
             values = torch.sin(torch.arange(1.0, parameter.numel() + 1)) / 9
@@ -141,6 +141,32 @@ def test_a_peer_without_some_experts_trains_without_them(script: ModuleType, nam
                 part = swarm.layout.by_unit[expert_unit(expert)].slices[0]
                 weight = engine.read([part.name])[part.name]
                 assert bool(weight.any()) == (expert in swarm.held[peer])
+
+
+def test_experts_may_have_a_rate_and_a_momentum_of_their_own(script: ModuleType) -> None:
+    from conditions import Conditions, LimitedEngine
+
+    run = script.run_of(script.METHODS["all-muon-16"], 1.0, 1, script.QUICK)
+    batch_BT1 = torch.arange(run.train.micro_batch_sequences * 17).view(-1, 17) % 256
+    query = "model.layers.0.self_attn.q_proj.weight"
+    gate, names = expert_tensor(0, 3, "gate"), [query, expert_tensor(0, 3, "gate")]
+
+    def trained(**conditions: float) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Values and momentum after a step from the same weights."""
+        torch.manual_seed(2)
+        engine = LimitedEngine(run, Conditions(**conditions))
+        engine.own(range(run.model.num_experts))
+        for parameter in engine._model.parameters():
+            parameter.data.copy_(0.02 * torch.randn_like(parameter))
+        engine.step(batch_BT1, lr=1e-3)
+        return engine.read(names), engine.read_moments(names)
+
+    (usual, short), (fast, _), (still, _) = (trained(expert_lr=each) for each in (1, 2, 1e-9))
+    assert torch.equal(usual[query], fast[query])
+    torch.testing.assert_close(fast[gate] - still[gate], 2 * (usual[gate] - still[gate]))
+    _, long = trained(expert_decay=0.98)
+    assert torch.equal(long[f"momentum.{query}"], short[f"momentum.{query}"])
+    torch.testing.assert_close(long[f"momentum.{gate}"], 0.4 * short[f"momentum.{gate}"])
 
 
 def test_own_texts_are_parts_of_the_whole(script: ModuleType, tmp_path: Path) -> None:

@@ -149,7 +149,6 @@ def _in_process(rank: int, size: int, folder: Path, work: Callable[[Ranks], Any]
     torch.set_num_threads(1)
     meeting = f"file://{folder}/meeting"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
-    found = work(Ranks(rank, size, torch.device("cpu")))
-    torch.save(found, folder / f"{rank}.pt")
+    torch.save(work(Ranks(rank, size, torch.device("cpu"))), folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -104,4 +104,4 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 def bits(tensor: Tensor) -> Tensor:
     """The bytes of a tensor, so that -0.0 differs from 0.0 and NaN equals itself."""
-    return tensor.cpu().contiguous().view(torch.uint8)
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)

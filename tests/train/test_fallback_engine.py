@@ -2,6 +2,7 @@ import itertools
 import logging
 import threading
 from contextlib import closing
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,17 +23,22 @@ from swarm.train.streaming.host_model import FrozenUnit, HostStore, HostUnit
 from tests.train.runs import all_names, batch, new_engine, same, tiny_run
 
 OWNED = [1, 3]
+MACHINE = Machine("cpu", 0, 8e9, 1e9, cores=3)
 RUN = tiny_run()
 BF16 = tiny_run(train={"compute": "bf16", "frozen": "bf16"})
 
 
-def stepping(run, **wishes):
-    machine = Machine("cpu", 0, 8e9, 1e9, cores=3)
-    first, *below = rungs(run, machine, Wishes(moments="fp32", **wishes))
-    engine = SteppingEngine(run, first, below)
+def started(run, levels, owned=OWNED, **options):
+    """An engine of these levels, with its values and experts."""
+    first, *below = levels
+    engine = SteppingEngine(run, first, below, **options)
     engine.write(initial_tensors(run, all_names(run)))
-    engine.own(OWNED)
+    engine.own(owned)
     return engine
+
+
+def stepping(run, **wishes):
+    return started(run, rungs(run, MACHINE, Wishes(moments="fp32", **wishes)))
 
 
 def full(*_, **__):
@@ -72,14 +78,12 @@ def test_an_evaluation_that_does_not_fit_steps_down_too(monkeypatch):
 def test_a_held_out_loss_that_a_streaming_engine_has_no_room_for_steps_down(
     monkeypatch, tmp_path, after
 ):
-    first, *below = two_streaming(RUN, tmp_path)
-    engine, straight = SteppingEngine(RUN, first, below), new_engine(RUN, OWNED)
-    engine.write(initial_tensors(RUN, all_names(RUN)))
-    engine.own(OWNED)
+    levels = two_streaming(RUN, tmp_path)
+    engine, straight = started(RUN, levels), new_engine(RUN, OWNED)
     with monkeypatch.context() as patched:
         once(patched, DeviceSide, "_add_head", after=after)
         assert engine.evaluate(batch(RUN, 9)) == straight.evaluate(batch(RUN, 9))
-    assert engine.options == below[0]
+    assert engine.options == levels[1]
     assert engine.step(batch(RUN, 0), lr=1e-2) == straight.step(batch(RUN, 0), lr=1e-2)
     engine.close()
 
@@ -131,9 +135,7 @@ def once(monkeypatch, holder, name, *, after=0):
 
 
 def two_streaming(run, folder):
-    machine = Machine("cpu", 0, 8e9, 1e9, cores=3)
-    wishes = Wishes(engine="streaming", moments="fp32", folder=folder)
-    return rungs(run, machine, wishes)
+    return rungs(run, MACHINE, Wishes(engine="streaming", moments="fp32", folder=folder))
 
 
 @pytest.mark.parametrize(
@@ -154,19 +156,17 @@ def test_experts_that_do_not_fit_are_owned_by_the_engine_below(
     monkeypatch, tmp_path, holder, method, after, engine_kind, run, then
 ):
     if engine_kind == "streaming":
-        first, *below = two_streaming(run, tmp_path)
+        levels = two_streaming(run, tmp_path)
     else:
-        first, *below = rungs(run, Machine("cpu", 0, 8e9, 1e9, cores=3), Wishes(moments="fp32"))
-    engine, straight = SteppingEngine(run, first, below), new_engine(run, [1])
-    engine.write(initial_tensors(run, all_names(run)))
-    engine.own([1])
+        levels = rungs(run, MACHINE, Wishes(moments="fp32"))
+    engine, straight = started(run, levels, [1]), new_engine(run, [1])
     for step in range(2):
         assert engine.step(batch(run, step), lr=1e-2) == straight.step(batch(run, step), lr=1e-2)
     straight.own(then)
     with monkeypatch.context() as patched:
         once(patched, holder, method, after=after)
         engine.own(then)
-    assert engine.options == below[0] and engine.owned == tuple(then)
+    assert engine.options == levels[1] and engine.owned == tuple(then)
     assert same(engine.read(all_names(run)), straight.read(all_names(run)))
     for step in range(2, 4):
         assert engine.step(batch(run, step), lr=1e-2) == straight.step(batch(run, step), lr=1e-2)
@@ -196,19 +196,17 @@ def test_experts_that_have_moved_half_way_end_the_peer(monkeypatch, holder, meth
 
 def test_more_experts_than_are_predicted_to_fit_are_owned_by_an_engine_below(caplog):
     """Without a try, which might fail half way. The same number or fewer experts change nothing."""
-    machine, asked = Machine("cpu", 0, 8e9, 1e9, cores=3), []
+    asked = []
 
     def fits(options, num_owned):
         asked.append(num_owned)
         return num_owned < 3 or options.kind is EngineKind.STREAMING
 
-    first, *below = rungs(RUN, machine, Wishes(moments="fp32"))
-    assert below[0].kind is EngineKind.RESIDENT
-    engine, straight = SteppingEngine(RUN, first, below, fits=fits), new_engine(RUN, OWNED)
-    engine.write(initial_tensors(RUN, all_names(RUN)))
-    engine.own(OWNED)
+    levels = rungs(RUN, MACHINE, Wishes(moments="fp32"))
+    assert levels[1].kind is EngineKind.RESIDENT
+    engine, straight = started(RUN, levels, fits=fits), new_engine(RUN, OWNED)
     assert engine.step(batch(RUN, 0), lr=1e-2) == straight.step(batch(RUN, 0), lr=1e-2)
-    assert engine.options == first
+    assert engine.options == levels[0]
     engine.own([0, 1, 3])
     straight.own([0, 1, 3])
     assert engine.options.kind is EngineKind.STREAMING
@@ -223,7 +221,7 @@ def test_more_experts_than_are_predicted_to_fit_are_owned_by_an_engine_below(cap
 
 
 def test_a_state_of_more_experts_than_are_predicted_to_fit_is_taken_by_an_engine_below():
-    first, *below = rungs(RUN, Machine("cpu", 0, 8e9, 1e9, cores=3), Wishes(moments="fp32"))
+    first, *below = rungs(RUN, MACHINE, Wishes(moments="fp32"))
     never = SteppingEngine(RUN, first, below, fits=lambda *_: False)
     straight = new_engine(RUN, OWNED)
     never.load_state_dict(straight.state_dict())
@@ -245,12 +243,8 @@ def test_the_last_rung_has_nothing_below(monkeypatch):
 
 def test_memory_that_runs_out_within_an_update_ends_the_peer(monkeypatch):
     engine = stepping(RUN, engine="streaming")
-
-    def piece(*_):
-        raise MemoryError
-
     with monkeypatch.context() as patched:
-        patched.setattr(HostUnit, "update_piece", piece)
+        patched.setattr(HostUnit, "update_piece", Mock(side_effect=MemoryError))
         with pytest.raises(OutOfMemory, match="in the middle of an update"):
             for step in range(2):
                 engine.step(batch(RUN, step), lr=1e-2)
@@ -260,10 +254,7 @@ def test_memory_that_runs_out_within_an_update_ends_the_peer(monkeypatch):
 
 def test_other_errors_are_no_reason_to_step_down(monkeypatch):
     engine = stepping(RUN)
-
-    def broken(*_):
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-
+    broken = Mock(side_effect=RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     monkeypatch.setattr(Transformer, "losses", broken)
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         engine.step(batch(RUN, 0), lr=1e-2)
@@ -319,9 +310,7 @@ def test_an_engine_that_cannot_take_over_a_state_leaves_nothing(monkeypatch, pag
         return [thread.name for thread in threading.enumerate()].count("swarm-host")
 
     (first, last), before = two_streaming(RUN, tmp_path), threads()
-    engine, straight = SteppingEngine(RUN, first, [last, last]), new_engine(RUN, OWNED)
-    engine.write(initial_tensors(RUN, all_names(RUN)))
-    engine.own(OWNED)
+    engine, straight = started(RUN, [first, last, last]), new_engine(RUN, OWNED)
     with monkeypatch.context() as patched:
         once(patched, HostStore, "load")
         once(patched, DeviceSide, "take_layer")

@@ -129,8 +129,9 @@ class Proposer(Role):
     def give_up(self, campaign: Campaign) -> dict[PeerId, str] | None:
         """Peers that the next attempt excludes, if blobs are still missing after T_vote [C6].
 
-        The wait is shorter if all sources have failed to give their blobs. It is also shorter if
-        nothing arrives any more and all sources refuse messages, or all are silent.
+        The wait is shorter if all peers that have the blobs failed to give them. It is also shorter
+        if nothing arrives any more and all these peers refuse messages, or all are silent. The
+        peers that have a blob are its source and all peers that voted for the proposal.
         """
         proposal = self.blobs.proposal
         if proposal is None or not proposal.missing or proposal.ballot != campaign.ballot:
@@ -138,7 +139,7 @@ class Proposer(Role):
         if self.succession.is_out_of_attempts():
             return None
         age_s = self.now - campaign.stage_at
-        limit_s = self._voting_limit_s(proposal)
+        limit_s = self._voting_limit_s(campaign, proposal)
         if age_s < limit_s:
             return None
         excluded = dict(campaign.excluded)
@@ -153,19 +154,19 @@ class Proposer(Role):
         )
         return excluded
 
-    def _voting_limit_s(self, proposal: Proposal) -> float:
+    def _voting_limit_s(self, campaign: Campaign, proposal: Proposal) -> float:
         """How long this peer waits for the blobs of its proposal."""
-        sources = self._sources(proposal)
-        have_failed = all(
-            source in proposal.failed.get(digest, ()) for digest, source in sources.items()
-        )
+        voted = campaign.holders.keys() - {self.me}
+        having = {d: {source, *voted} for d, source in self._sources(proposal).items()}
+        have_failed = all(peers <= proposal.failed.get(d, set()) for d, peers in having.items())
         limit_s = self.timers.vote_s / 2 if have_failed else self.timers.vote_s
         if self.now - proposal.progress_at < self.timers.grace_s:
             return limit_s
-        if self.contacts.gone.keys() >= set(sources.values()):
+        anybody = set[PeerId]().union(*having.values())
+        if self.contacts.gone.keys() >= anybody:
             return self.timers.grace_s
         lost_s = self.timers.lost_after_s(self.timers.vote_s)
-        if all(self._is_silent(source, proposal.since, lost_s) for source in sources.values()):
+        if all(self._is_silent(peer, proposal.since, lost_s) for peer in anybody):
             return min(limit_s, lost_s)
         return limit_s
 

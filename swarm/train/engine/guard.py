@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,8 +23,6 @@ MEMORY = 0.98
 """Decay of the running mean of gradient norms, which looks back some 50 steps."""
 SQUARED = 2**16
 """Elements that a CPU converts to fp64 at once. They fit its cache."""
-SQUARED_GPU = 2**24
-"""The same for a GPU: 128 MiB in fp64, and few enough kernels."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,26 +35,25 @@ def unit_of(name: str) -> str:
     return "embedding" if name == EMBEDDING else "head"
 
 
-def square_sum(gradient: Tensor) -> Tensor:
-    """The sum of the squares of an fp32 gradient, as an fp64 scalar.
+def square_sums(gradients: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of each of several fp32 gradients, fp64 [len(gradients)].
 
     In fp64 the sums of parts give the same fp32 norm as a sum of the whole, however a gradient is
     cut. Also, an fp32 norm of 2^24 elements is 0.07 % too small on a CPU.
     """
-    first, *others = gradient.view(-1).split(SQUARED_GPU if gradient.is_cuda else SQUARED)
-    total = _squared(first)
-    for piece in others:
-        total += _squared(piece)
+    if gradients[0].is_cuda:
+        # A few kernels for all. They add up in fp64 what they read in fp32.
+        norms: Sequence[Tensor] = torch._foreach_norm(list(gradients), 2, torch.float64)
+        return torch.stack(list(norms)).square()
+    return torch.stack([_square_sum(gradient) for gradient in gradients])
+
+
+def _square_sum(gradient: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for piece in gradient.view(-1).split(SQUARED):
+        doubles = piece.double()
+        total += torch.dot(doubles, doubles)
     return total
-
-
-def _squared(piece: Tensor) -> Tensor:
-    if piece.is_cuda:
-        norm: Tensor = torch.linalg.vector_norm(piece, dtype=torch.float64)  # of a copy in fp64
-        return norm.square()
-    doubles = piece.double()
-    square: Tensor = torch.dot(doubles, doubles)
-    return square
 
 
 def norm_of(square: Tensor, scale: float) -> Tensor:
@@ -70,11 +67,13 @@ def total_norm(norms: Mapping[str, Tensor]) -> Tensor:
     return total
 
 
-def clip_factors(norms: Mapping[str, Tensor], settings: OptimizerConfig) -> dict[str, Tensor]:
-    """The factor of each parameter's gradient.
+def clip_factors(
+    norms: Mapping[str, Tensor], settings: OptimizerConfig, scale: float = 1.0
+) -> dict[str, Tensor]:
+    """The factor of each parameter's gradient. One without a factor stays as it is.
 
-    Muon's matrices are not clipped, since the size of a gradient does not change its update. The
-    norms below are those of AdamW's parameters.
+    Each factor also divides by `scale`, the loss's. Muon's matrices are not clipped, since the size
+    of a gradient does not change its update. The norms below are those of AdamW's parameters.
 
     global: clip_norm divided by the norm of all gradients, if that norm is larger.
     unit: the same for each unit (embedding, layer, head) separately, with the limit
@@ -82,30 +81,32 @@ def clip_factors(norms: Mapping[str, Tensor], settings: OptimizerConfig) -> dict
         unit does not need other units' gradients, so it can be updated as soon as it has its own.
     """
     if settings.clip == "global":
-        return _factors(norms, settings, settings.clip_norm)
+        return _factors(norms, settings, settings.clip_norm, scale)
     units: dict[str, dict[str, Tensor]] = {}
     for name, norm in norms.items():
         units.setdefault(unit_of(name), {})[name] = norm
     factors: dict[str, Tensor] = {}
     for named in units.values():
-        factors |= unit_factors(named, settings, len(units))
+        factors |= unit_factors(named, settings, len(units), scale)
     return factors
 
 
 def unit_factors(
-    norms: Mapping[str, Tensor], settings: OptimizerConfig, num_units: int
+    norms: Mapping[str, Tensor], settings: OptimizerConfig, num_units: int, scale: float = 1.0
 ) -> dict[str, Tensor]:
-    """The factors of the gradients of one unit, given the number of units."""
-    return _factors(norms, settings, settings.clip_norm / math.sqrt(num_units))
+    """The factors of the gradients of one unit, given the number of units; see `clip_factors`."""
+    return _factors(norms, settings, settings.clip_norm / math.sqrt(num_units), scale)
 
 
 def _factors(
-    norms: Mapping[str, Tensor], settings: OptimizerConfig, limit: float
+    norms: Mapping[str, Tensor], settings: OptimizerConfig, limit: float, scale: float
 ) -> dict[str, Tensor]:
     clipped = {name: norm for name, norm in norms.items() if not takes_muon(name, settings)}
-    factors = {name: torch.ones_like(norm) for name, norm in norms.items()}
+    factors = dict[str, Tensor]()
     if clipped:
-        factors |= dict.fromkeys(clipped, _factor(total_norm(clipped), limit))
+        factors = dict.fromkeys(clipped, _factor(total_norm(clipped), limit) / scale)
+    if scale != 1 and (others := norms.keys() - clipped):
+        factors |= dict.fromkeys(others, torch.ones_like(norms[min(others)]) / scale)
     return factors
 
 

@@ -27,7 +27,7 @@ from swarm.model.stage import Stage
 from swarm.model.transformer import Transformer
 from swarm.train.engine import engine
 from swarm.train.engine.engine_options import EngineOptions
-from swarm.train.engine.guard import Guard, clip_factors, norm_of, square_sum, total_norm
+from swarm.train.engine.guard import Guard, clip_factors, norm_of, square_sums, total_norm
 from swarm.train.engine.micro_batches import MicroBatch, Routed, micro_batches, num_masked
 from swarm.train.engine.optimizer import OwnedOptimizer
 
@@ -118,9 +118,7 @@ class ResidentEngine:
             optimizer.free_gradients()
             self._wait()
         else:
-            factors = clip_factors(norms, self._run.optimizer)
-            for name, gradient in self._gradients_by_name().items():
-                gradient.mul_(factors[name] / scale)
+            self._multiply_gradients(clip_factors(norms, self._run.optimizer, scale))
             self._wait()
             self._intact = False
             optimizer.update(lr)
@@ -143,8 +141,19 @@ class ResidentEngine:
     def _norms(self, scale: float) -> dict[str, Tensor]:
         """The norm of the gradient of each parameter of the peer, by name."""
         gradients = self._gradients_by_name()
-        squares = torch.stack([square_sum(gradient) for gradient in gradients.values()])
+        squares = square_sums(list(gradients.values()))
         return dict(zip(gradients, norm_of(squares, scale).unbind(), strict=True))
+
+    def _multiply_gradients(self, factors: Mapping[str, Tensor]) -> None:
+        """Multiplies gradients in place, those with one factor together."""
+        alike: dict[int, list[str]] = {}
+        for name, factor in factors.items():
+            alike.setdefault(id(factor), []).append(name)
+        gradients = self._gradients_by_name()
+        for names in alike.values():
+            here = [gradients[name] for name in names if name in gradients]
+            if here:
+                torch._foreach_mul_(here, factors[names[0]])
 
     def rehearse(self, tokens_BT1: Tensor) -> None:
         try:

@@ -35,7 +35,7 @@ from swarm.model.moe import ExpertBank, Recall, Routing, Storage
 from swarm.model.similarity import Pair, similarity
 from swarm.model.swiglu import Plan, Setting, plan_rows, rows_back, rows_through, sum_pairs
 from swarm.model.transformer import Transformer
-from swarm.train.engine.guard import square_sum
+from swarm.train.engine.guard import square_sums
 from swarm.train.engine.mesh import Dealing, Move, deal
 from swarm.train.engine.ranks import Ranks
 from swarm.train.engine.tensor_file import Form
@@ -257,7 +257,7 @@ def dealt_square_sums(
     table = torch.zeros(len(stacks), len(model.owned), dtype=torch.float64, device=device)
     columns = [model.owned.index(expert) for expert in model.owned_here]
     for row, name in enumerate(stacks if columns else ()):
-        table[row, columns] = torch.stack([square_sum(one) for one in gradients[name]])
+        table[row, columns] = square_sums(list(gradients[name]))
     return dict(zip(stacks, group.united(table.cpu()).sum(1).unbind(), strict=True))
 
 

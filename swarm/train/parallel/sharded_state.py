@@ -16,7 +16,7 @@ from swarm.experts import MUON_MOMENTS, Slice, is_matrix, stacked_tensors
 from swarm.model.transformer import DTYPES
 from swarm.train.engine.engine import StandIn, is_trained
 from swarm.train.engine.engine_options import EngineOptions
-from swarm.train.engine.guard import norm_of, square_sum
+from swarm.train.engine.guard import norm_of, square_sums
 from swarm.train.engine.optimizer import (
     PIECE,
     PIECE_GPU,
@@ -572,8 +572,7 @@ class ShardedEngine(RankEngine):
         squares = torch.zeros(self._ranks.size, len(names), dtype=torch.float64)
         own = self._gradients_by_name()
         here = [k for k, name in enumerate(names) if name in own and self._speaks_for(name)]
-        found = [square_sum(own[names[index]]) for index in here]
-        squares[self._ranks.rank, here] = torch.stack(found).cpu()
+        squares[self._ranks.rank, here] = square_sums([own[names[index]] for index in here]).cpu()
         total = self._ranks.united(squares).sum(0)
         values = norm_of(total, scale).to(self._device)
         return dict(zip(names, values.unbind(), strict=True))

@@ -22,7 +22,7 @@ from swarm.model.stage import Stage
 from swarm.model.swiglu import mix_experts, plan_rows
 from swarm.train.engine.engine import StandIn
 from swarm.train.engine.engine_options import EngineOptions
-from swarm.train.engine.guard import norm_of, square_sum
+from swarm.train.engine.guard import norm_of, square_sums
 from swarm.train.engine.muon import direction, move, nesterov, require_finite
 from swarm.train.engine.optimizer import OwnedOptimizer, is_coded, stored_kinds, stored_moments
 from swarm.train.engine.optimizer_moments import SCALE, MomentsFormat, Piece, Update, seed_of
@@ -132,7 +132,7 @@ class AttentionHeads:
         mine = [k for k, name in enumerate(gradients) if self.group.rank == 0 or self.cuts(name)]
         if mine:
             every = list(gradients.values())
-            found = torch.stack([square_sum(every[k]) for k in mine])
+            found = square_sums([every[k] for k in mine])
             table[mine, self.group.rank] = found.cpu()
         return dict(zip(gradients, self.group.united(table).sum(1).unbind(), strict=True))
 

@@ -15,7 +15,7 @@ from swarm.config import RunConfig
 from swarm.model.attention import BLOCK_TOKENS, SHORT_TOKENS, repeats_keys
 from swarm.model.losses import ALIGNED_ROWS, slice_tokens
 from swarm.model.masking import WASTE
-from swarm.model.swiglu import GROUPED_ROWS, PAD_ROWS_BF16
+from swarm.model.swiglu import GROUPED_ROWS, PAD_ROWS_BF16, has_grouped_kernel
 from swarm.model.transformer import DTYPES
 from swarm.train.engine.engine_options import EngineOptions
 
@@ -66,7 +66,8 @@ class MicroBatchBytes:
         self.tokens = run.train.micro_batch_sequences * run.data.sequence_length
         self.own = self.tokens / options.tp  # outside of attention and experts
         self.compute = DTYPES[options.compute].itemsize
-        self.grouped = options.device == "cuda" and self.compute < 4
+        self.is_fast_gpu = options.device == "cuda" and self.compute < 4
+        self.grouped = self.is_fast_gpu and has_grouped_kernel(DTYPES[options.compute])
         self.experts = run.model.num_experts / options.ep
         self.rows = rows or Rows.even(run, options)
         self.travels = options.ep > 1 and options.tp == 1  # rows go to other ranks
@@ -153,7 +154,7 @@ class MicroBatchBytes:
     def scores(self) -> float:
         """Softmax of short sequences, without masked keys; bf16 attention on a CPU keeps it."""
         length = self.run.data.sequence_length
-        if self.compute != 2 or self.grouped or length > SHORT_TOKENS:
+        if self.compute != 2 or self.is_fast_gpu or length > SHORT_TOKENS:
             return 0.0
         keys = (length + min(length, BLOCK_TOKENS)) / 2
         heads = self.model.num_attention_heads / self.options.tp
@@ -202,7 +203,7 @@ class MicroBatchBytes:
         c, hidden = self.compute, self.model.hidden_size
         elements = self.slice_tokens() * self.model.vocab_size
         # A CPU holds a product, and a copy of it in fp32, before it is added to the gradient.
-        product = (c + 4) * table if c < 4 and not self.grouped else 0
+        product = (c + 4) * table if c < 4 and not self.is_fast_gpu else 0
         is_copy = self.options.shards > 1 and not self.model.tie_word_embeddings
         cast = c * table if c < 4 and not is_copy else 0
         # First the gradient and the head in the compute type, then the gradient times the scale.

@@ -184,10 +184,12 @@ def _streaming(
     inward = passes * weights + (passes - 1) * 4 * share
     bus_s = max(inward, passes * 4 * share) / (machine.bus_gb_s * 1e9)
     updates_s = share / (machine.updates_g_s * 1e9)
-    # The devices share Muon's matrices: momentum comes to a device, and directions in bf16 leave.
+    # Ranks share Muon's matrices. Momentum comes to a GPU, and directions in bf16 leave it. On a
+    # CPU both stay on the host.
     orthogonal_s = orthogonalising_flops(run, num_owned, options) / (machine.tflops * 1e12)
     products_s += orthogonal_s / len(ranks)
-    bus_s += muon_bus_bytes(run, num_owned, options) / len(ranks) / (machine.bus_gb_s * 1e9)
+    crossing = muon_bus_bytes(run, num_owned, options) if machine.device == "cuda" else 0.0
+    bus_s += crossing / len(ranks) / (machine.bus_gb_s * 1e9)
     busy_s = products_s * most * len(ranks) / micro_batches
     leaving = passes * 4 * (sizes.trained - share)
     return StepTime(

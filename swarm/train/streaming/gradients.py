@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from swarm.background import SupervisedThread
-from swarm.train.engine.guard import norm_of, square_sum
+from swarm.train.engine.guard import norm_of, square_sums
 from swarm.train.engine.host_memory import Arena, HostMemory, Packing
 from swarm.train.engine.optimizer_moments import Piece, Update
 from swarm.train.engine.ranks import Ranks
@@ -71,7 +71,7 @@ class GradientOffload:
 
 
 Factors = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor] | None]
-"""Maps the norms of a unit's gradients to a factor for each; None skips the unit."""
+"""Maps the norms of a unit's gradients to the factors of those that change; None skips the unit."""
 
 
 @dataclass(order=True)
@@ -160,7 +160,8 @@ class HostOptimizer:
         numbers = {name: factor.item() for name, factor in factors.items()}
 
         def work(piece: Piece) -> None:
-            unit.update_piece(piece, gradients[piece.name], numbers[piece.name], job.update)
+            factor = numbers.get(piece.name, 1.0)
+            unit.update_piece(piece, gradients[piece.name], factor, job.update)
 
         list(self._pool.map(work, unit.own_pieces()))
         return True
@@ -249,8 +250,8 @@ class Accumulator:
             A mark that is reached once they are there.
         """
         flat = self._buffer[: self.packing.num_bytes].view(torch.float32)
-        found = [square_sum(flat[part]) for part in _parts(self.packing, self._run)]
-        self._squares[: len(found)] = torch.stack(found)
+        found = square_sums([flat[part] for part in _parts(self.packing, self._run)])
+        self._squares[: len(found)] = found
         done = self._bus.mark()
         self._bus.send(squares, self._squares[: len(found)], done)
         self._left = self._bus.send(target[self._run], self._buffer[self._run], done)

@@ -273,10 +273,9 @@ class StreamingEngine:
         if finite:
             self._updates += 1
             if not self._early:
-                factors = clip_factors(norms, self._run.optimizer)
-                scaled = {name: factor / scale for name, factor in factors.items()}
+                factors = clip_factors(norms, self._run.optimizer, scale)
                 for offload in gone.values():
-                    self._host.submit(offload, lambda _: scaled, update)
+                    self._host.submit(offload, lambda _: factors, update)
             self._store.balance(routed.tokens_LE)
         self._whole = True
         return engine.StepStats(
@@ -357,8 +356,7 @@ class StreamingEngine:
         scaled = {name: norm / scale for name, norm in norms.items()}
         if not total_norm(scaled).isfinite():
             return None
-        factors = unit_factors(scaled, self._run.optimizer, num_units)
-        return {name: factor / scale for name, factor in factors.items()}
+        return unit_factors(scaled, self._run.optimizer, num_units, scale)
 
     def evaluate(
         self,

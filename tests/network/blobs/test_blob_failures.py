@@ -12,6 +12,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -111,12 +112,8 @@ def test_no_error_at_any_step_of_a_collection_costs_a_blob(tmp_path, number):
 def test_a_disk_that_stays_full_costs_nothing_and_gives_its_garbage_back(tmp_path):
     agreed = [digest_of(content(seed)) for seed in AGREED]
     store = mostly_garbage(tmp_path)
-    garbage = store.put(content(NEWS, 50_000))
-    store.sync([garbage])
-
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    store.sync([store.put(content(NEWS, 50_000))])
+    full = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pwrite", full)
         for _ in range(3):
@@ -130,9 +127,7 @@ def test_a_disk_that_stays_full_costs_nothing_and_gives_its_garbage_back(tmp_pat
     assert BlobStore(tmp_path).verify(agreed) == []
 
 
-def test_a_write_that_ends_early_is_continued_and_one_without_end_is_an_error(
-    tmp_path, monkeypatch
-):
+def test_a_write_that_ends_early_is_continued_and_one_without_end_fails(tmp_path, monkeypatch):
     store, write = BlobStore(tmp_path), os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda file, data, at: write(file, bytes(data[:300]), at))
     digest = store.put(content(0))
@@ -146,10 +141,7 @@ def test_a_write_that_ends_early_is_continued_and_one_without_end_is_an_error(
 def test_what_was_not_written_is_not_here(tmp_path, monkeypatch):
     """Neither after `put` nor in a draft, and no hole is left in its place."""
     store = BlobStore(tmp_path)
-
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     draft = store.draft(2000)
     draft.write(content(0))
     with monkeypatch.context() as patch:
@@ -165,9 +157,7 @@ def test_what_was_not_written_is_not_here(tmp_path, monkeypatch):
 
 
 def failing_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
+    fail = Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
     monkeypatch.setattr(os, "fdatasync", fail)
 
 
@@ -210,13 +200,10 @@ def test_a_pack_that_is_shorter_than_its_index_says_is_an_error_and_never_zeros(
     os.truncate(tmp_path / "packs/00000000.pack", 1500)
     with pytest.raises(StateError, match="ends before byte 2000"):
         store.get(digest_of(content(1)))
-    again = BlobStore(tmp_path)
-    assert again.digests() == [digest_of(content(0))]
+    assert BlobStore(tmp_path).digests() == [digest_of(content(0))]
 
 
-def test_a_blob_is_read_into_one_buffer_however_little_the_system_gives_at_once(
-    tmp_path, monkeypatch
-):
+def test_a_blob_is_read_into_one_buffer_however_little_comes_at_once(tmp_path, monkeypatch):
     """As with blobs beyond 2 GiB, the most that Linux reads at once."""
     size, at_once = 8 * 2**20, 3 * 2**20
     store = BlobStore(tmp_path)

@@ -4,6 +4,7 @@ import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -86,16 +87,14 @@ def test_a_second_sync_adds_to_the_first(tmp_path):
     third = store.put(content(2))
     store.sync([second, third])
     store.sync([first, second, third])
-    again = BlobStore(tmp_path)
-    assert again.verify([first, second, third]) == []
+    assert BlobStore(tmp_path).verify([first, second, third]) == []
 
 
 def test_new_packs_never_take_the_name_of_one_that_is_there(tmp_path):
     for seed in range(3):
         store = BlobStore(tmp_path)
         store.sync([store.put(content(seed))])
-    again = BlobStore(tmp_path)
-    assert again.verify([digest_of(content(seed)) for seed in range(3)]) == []
+    assert BlobStore(tmp_path).verify([digest_of(content(seed)) for seed in range(3)]) == []
     assert len(files(tmp_path)) == 6
 
 
@@ -104,11 +103,7 @@ def test_a_crash_between_pack_and_index_forgets_the_blob_and_nothing_else(tmp_pa
     safe = store.put(content(0))
     store.sync([safe])
     lost = store.put(content(1))
-
-    def crash(source, target):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(packs.os, "replace", crash)
+    monkeypatch.setattr(packs.os, "replace", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         store.sync([lost])
     monkeypatch.undo()
@@ -137,10 +132,7 @@ def test_the_content_is_durable_before_the_index_names_it(tmp_path, monkeypatch)
 
 def test_a_full_disk_is_a_clear_error_and_forgets_the_blob(tmp_path, monkeypatch):
     store = BlobStore(tmp_path)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
+    full = Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(packs.os, "pwrite", full)
     with pytest.raises(StateError, match="free some space"):
         store.put(content(0))
@@ -237,12 +229,8 @@ def test_a_crash_while_rewriting_loses_nothing(tmp_path, monkeypatch):
     store = BlobStore(tmp_path)
     digests = [store.put(content(seed)) for seed in range(5)]
     store.sync(digests)
-
-    def crash(*_):
-        raise KeyboardInterrupt
-
     for step in ("fdatasync", "replace"):
-        monkeypatch.setattr(packs.os, step, crash)
+        monkeypatch.setattr(packs.os, step, Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             BlobStore(tmp_path).collect({digests[0]})
         monkeypatch.undo()
@@ -397,8 +385,7 @@ def test_the_disk_begins_before_the_sync(tmp_path, monkeypatch):
     half = packs.WRITEBACK_BYTES // 2
     store.put(bytes(half))
     assert not begun
-    digest = store.put(bytes(half + 1))
-    assert begun == [store.file_of(digest).pack.fileno()]
+    assert begun == [store.file_of(store.put(bytes(half + 1))).pack.fileno()]
     store.put(bytes(half - 1))
     assert len(begun) == 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from unittest.mock import Mock
 
 import pytest
 
@@ -55,23 +56,13 @@ def test_the_cause_behind_a_state_error_counts(tmp_path) -> None:
 def test_memory_is_waited_for_only_a_minute(error: Exception) -> None:
     assert after_failure(error, 0, 0.0).seconds == 0.5
     assert after_failure(error, 9, MEMORY_PATIENCE_S).seconds is None
-
-    def write() -> None:
-        raise error
-
-    def pause(_: float) -> None:
-        raise StopIteration
-
     with pytest.raises(StopIteration):
-        patiently(write, "record", pause)
+        patiently(Mock(side_effect=error), "record", Mock(side_effect=StopIteration))
 
 
 def test_a_bug_keeps_its_type() -> None:
-    def write() -> None:
-        raise RuntimeError("a bug")
-
     with pytest.raises(RuntimeError, match="a bug"):
-        patiently(write, "record")
+        patiently(Mock(side_effect=RuntimeError("a bug")), "record")
 
 
 def test_pauses_grow_to_a_limit_and_patience_ends() -> None:
@@ -82,21 +73,14 @@ def test_pauses_grow_to_a_limit_and_patience_ends() -> None:
 
 
 def test_a_write_is_repeated_until_it_succeeds() -> None:
-    failures, slept = [failure(errno.ENOSPC), failure(errno.EROFS)], []
-
-    def write() -> str:
-        if failures:
-            raise failures.pop(0)
-        return "written"
-
+    write = Mock(side_effect=[failure(errno.ENOSPC), failure(errno.EROFS), "written"])
+    slept = []
     assert patiently(write, "record", slept.append) == "written"
     assert slept == [0.5, 1.0]
 
 
 def test_a_write_that_cannot_succeed_is_a_state_error_at_once() -> None:
-    def write() -> None:
-        raise failure(errno.EACCES)
-
+    write = Mock(side_effect=failure(errno.EACCES))
     with pytest.raises(StateError, match="record: "):
         patiently(write, "record", lambda _: pytest.fail("not waited for"))
 
@@ -104,30 +88,23 @@ def test_a_write_that_cannot_succeed_is_a_state_error_at_once() -> None:
 FULL = "No space left on device (free some space)"
 
 
-def test_a_call_that_is_cancelled_while_it_waits_waits_for_nothing_any_more() -> None:
+async def test_a_call_that_is_cancelled_while_it_waits_waits_for_nothing_any_more() -> None:
     """As with a fetch that a newer manifest makes useless. The disk has room by then."""
 
     async def write() -> None:
         raise failure(errno.ENOSPC)
 
-    async def scene() -> None:
-        fetching = asyncio.create_task(patiently_async(write, "blobs"))
-        while not awaited():
-            await asyncio.sleep(0)
-        assert awaited() == f"blobs: {FULL}"
-        fetching.cancel()
-        await asyncio.wait([fetching])
-        assert fetching.cancelled() and awaited() == ""
-
-    asyncio.run(scene())
+    fetching = asyncio.create_task(patiently_async(write, "blobs"))
+    while not awaited():
+        await asyncio.sleep(0)
+    assert awaited() == f"blobs: {FULL}"
+    fetching.cancel()
+    await asyncio.wait([fetching])
+    assert fetching.cancelled() and awaited() == ""
 
 
 def test_a_call_that_comes_to_its_end_leaves_what_others_wait_for() -> None:
-    failures, inner = [failure(errno.ENOSPC)], list[str]()
-
-    def write() -> None:
-        if failures:
-            raise failures.pop()
+    write, inner = Mock(side_effect=[failure(errno.ENOSPC), None]), list[str]()
 
     def meanwhile(_: float) -> None:
         patiently(lambda: None, "blobs")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -158,9 +159,7 @@ def test_what_comes_again_while_its_pack_is_rewritten_lies_where_it_came_to(
     assert_survives(store, tmp_path, 0, 1)
 
 
-def test_garbage_that_comes_while_a_pack_is_rewritten_goes_too(
-    store: BlobStore, tmp_path: Path
-) -> None:
+def test_garbage_that_comes_during_a_rewrite_goes_too(store: BlobStore, tmp_path: Path) -> None:
     store.put(content(30))
     store.sync([digest(30)])
     with shrinking(store) as shrink:
@@ -171,14 +170,10 @@ def test_garbage_that_comes_while_a_pack_is_rewritten_goes_too(
     assert len(list((tmp_path / "store/packs").glob("*.pack"))) == 1
 
 
-def test_a_copy_that_the_disk_may_not_have_takes_no_blobs_place(
-    store: BlobStore, tmp_path: Path
-) -> None:
+def test_a_copy_that_may_be_lost_takes_no_blobs_place(store: BlobStore, tmp_path: Path) -> None:
     """A failed sync on behalf of others has left the pack's pages marked as clean in the system."""
 
-    def fail(_: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
+    fail = Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
     with shrinking(store) as shrink:
         store.put(content(20))
         with pytest.MonkeyPatch.context() as patch, pytest.raises(StateError, match="check the"):
@@ -209,19 +204,17 @@ def test_who_ends_leaves_the_pack_at_hand_as_it_was(store: BlobStore, tmp_path: 
 
 def test_who_has_ended_deletes_nothing(tmp_path: Path) -> None:
     """The folder may belong to another process by then."""
-    store, asked = BlobStore(tmp_path / "store"), 0
+    store = BlobStore(tmp_path / "store")
     for seed in (*DURABLE, *DEAD):
         store.put(content(seed))
     store.sync(store.digests())
     store.forget(digests_of(DURABLE))
 
-    def is_ended() -> bool:  # at the third piece, which does not exist: after both copies
-        nonlocal asked
-        asked += 1
-        return asked > 3
-
+    # At the third piece, which does not exist: after both copies.
+    is_ended = Mock(side_effect=[False] * 3 + [True] * 2)
     store.shrink(is_ended)
-    assert asked == 5, "before a pack, with both pieces, before it is deleted, and before the next"
+    # Asked before a pack, with both pieces, before it is deleted, and before the next.
+    assert is_ended.call_count == 5
     assert (tmp_path / "store/packs/00000000.index").exists()
     other = BlobStore(tmp_path / "store")
     assert other.verify(digests_of(DURABLE)) == []
@@ -230,27 +223,21 @@ def test_who_has_ended_deletes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_large_blob_is_given_up_between_its_pieces(tmp_path: Path) -> None:
-    store, asked = BlobStore(tmp_path / "store"), 0
+    store = BlobStore(tmp_path / "store")
     kept = store.put(content(0, 3 * PIECE_BYTES))
     store.put(content(1, 4 * PIECE_BYTES))
     store.sync([kept])
     store.forget([kept])
 
-    def is_ended() -> bool:
-        nonlocal asked
-        asked += 1
-        return asked > 2
-
+    is_ended = Mock(side_effect=[False, False, True])
     store.shrink(is_ended)
-    assert asked == 3, "before the pack and with two of three pieces"
+    assert is_ended.call_count == 3, "before the pack and with two of three pieces"
     assert store.num_bytes == 7 * PIECE_BYTES
     assert store.get(kept) == content(0, 3 * PIECE_BYTES)
 
 
 @pytest.mark.parametrize("where", [None, "store"])
-def test_packs_of_empty_blobs_alone_are_no_garbage_for_ever(
-    tmp_path: Path, where: str | None
-) -> None:
+def test_packs_of_empty_blobs_are_no_lasting_garbage(tmp_path: Path, where: str | None) -> None:
     store = BlobStore(tmp_path / where if where else None)
     empty = store.put(b"")
     assert store.collect([empty]) == 0

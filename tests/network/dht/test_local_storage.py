@@ -117,8 +117,7 @@ def test_among_strangers_whoever_takes_most_gives_way_and_the_first_stays() -> N
 def test_one_owner_has_a_bound_over_all_keys() -> None:
     one = Holder()
     keys = [DHTID.generate(source=str(number)) for number in range(10)]
-    kept = sum(one.store("s", LARGE, key) for key in keys)
-    assert kept == MAX_OWNER_BYTES // LARGE
+    assert sum(one.store("s", LARGE, key) for key in keys) == MAX_OWNER_BYTES // LARGE
 
 
 def test_a_known_key_has_a_limit_of_its_own_and_no_record_lives_long() -> None:
@@ -153,9 +152,7 @@ def test_who_reads_a_flooded_key_gets_few_records_of_strangers_and_1024_in_all()
     assert len(one.owners()) == MAX_OF_KEY and one.owners() <= set(names), "members go first"
 
 
-def test_what_is_summed_up_on_the_way_is_the_sum_of_what_is_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_summed_up_is_the_sum_of_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     one, chance, now_s = Holder(ledger=Ledger(UNPAID)), random.Random(7), get_dht_time()
     monkeypatch.setattr(local_storage, "dht_clock", lambda: lambda: now_s)
     for number in range(3_000):

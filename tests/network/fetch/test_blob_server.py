@@ -97,7 +97,7 @@ async def answers_to(connection: socket.socket, asks: bytes, most: int) -> list[
     ]
 
 
-def test_others_have_their_turn_between_asks_that_came_together() -> None:
+async def test_others_have_their_turn_between_asks_that_came_together() -> None:
     turn, asked_in = 0, Counter[int]()
 
     async def count_turns() -> None:
@@ -106,14 +106,11 @@ def test_others_have_their_turn_between_asks_that_came_together() -> None:
             turn += 1
             await asyncio.sleep(0)
 
-    async def ask_at_once() -> None:
-        counting = asyncio.create_task(count_turns())
-        server = BlobServer(on_ask=lambda *_: asked_in.update([turn]))
-        async with served(server, "stranger") as connection:
-            assert set(await answers_to(connection, 320 * MISSING, 320)) == {Status.MISSING}
-        counting.cancel()
-
-    asyncio.run(ask_at_once())
+    counting = asyncio.create_task(count_turns())
+    server = BlobServer(on_ask=lambda *_: asked_in.update([turn]))
+    async with served(server, "stranger") as connection:
+        assert set(await answers_to(connection, 320 * MISSING, 320)) == {Status.MISSING}
+    counting.cancel()
     assert asked_in.total() == 320
     assert max(asked_in.values()) <= blob_server.ASKS_AT_ONCE
 
@@ -150,8 +147,7 @@ def test_asks_are_charged_whether_or_not_the_blob_is_here() -> None:
         async with served(server, "stranger", traffic) as connection:
             return await answers_to(connection, 35 * (MISSING + nothing_of), 65)
 
-    answers = asyncio.run(ask_too_much())
-    assert answers == 32 * [Status.MISSING, Status.HERE] + [Status.BUSY]
+    assert asyncio.run(ask_too_much()) == 32 * [Status.MISSING, Status.HERE] + [Status.BUSY]
     assert traffic.refused == {"asks_of_stranger": 1}
 
 
@@ -171,33 +167,27 @@ async def is_served_at_once(some: FairQueue, peer: str) -> bool:
     return waiting.done() or not waiting.cancel()
 
 
-def test_nobody_waits_while_no_member_is_served(some: FairQueue) -> None:
-    async def run() -> None:
-        for _ in range(10):
-            with some.serving("stranger"):
-                assert await is_served_at_once(some, "stranger")
-                assert await is_served_at_once(some, "other stranger")
-
-    asyncio.run(run())
+async def test_nobody_waits_while_no_member_is_served(some: FairQueue) -> None:
+    for _ in range(10):
+        with some.serving("stranger"):
+            assert await is_served_at_once(some, "stranger")
+            assert await is_served_at_once(some, "other stranger")
 
 
-def test_a_stranger_goes_on_as_soon_as_the_last_member_has_its_bytes(some: FairQueue) -> None:
-    async def run() -> None:
+async def test_a_stranger_goes_on_as_soon_as_the_last_member_has_its_bytes(some: FairQueue) -> None:
+    with some.serving("member"):
         with some.serving("member"):
-            with some.serving("member"):
-                assert await is_served_at_once(some, "member")
-                assert await is_served_at_once(some, "stranger"), "a part came free"
-                waiting = asyncio.create_task(some.wait("stranger", PART))
-                await asyncio.sleep(0)
+            assert await is_served_at_once(some, "member")
+            assert await is_served_at_once(some, "stranger"), "a part came free"
+            waiting = asyncio.create_task(some.wait("stranger", PART))
             await asyncio.sleep(0)
-            assert not waiting.done()
-        async with asyncio.timeout(30.0):
-            await waiting
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    async with asyncio.timeout(30.0):
+        await waiting
 
-    asyncio.run(run())
 
-
-def test_while_a_member_is_served_a_quarter_goes_to_all_strangers_together(some: FairQueue) -> None:
+async def test_while_a_member_is_served_strangers_share_a_quarter(some: FairQueue) -> None:
     sent = {"member": 0, "strangers": 0}
 
     async def take(stranger: str) -> None:
@@ -205,39 +195,29 @@ def test_while_a_member_is_served_a_quarter_goes_to_all_strangers_together(some:
             await some.wait(stranger, PART)
             sent["strangers"] += PART
 
-    async def run() -> None:
-        with some.serving("member"):
-            greedy = [asyncio.create_task(take(f"stranger {number}")) for number in range(8)]
-            for _ in range(600):
-                await some.wait("member", PART)
-                sent["member"] += PART
-                for _ in range(20):
-                    await asyncio.sleep(0)
-            for task in greedy:
-                task.cancel()
-
-    asyncio.run(run())
+    with some.serving("member"):
+        greedy = [asyncio.create_task(take(f"stranger {number}")) for number in range(8)]
+        for _ in range(600):
+            await some.wait("member", PART)
+            sent["member"] += PART
+            for _ in range(20):
+                await asyncio.sleep(0)
+        for task in greedy:
+            task.cancel()
     assert sent["member"] / 3 - PART <= sent["strangers"] <= sent["member"] / 3 + PART
 
 
-def test_strangers_save_up_no_more_than_a_little(some: FairQueue) -> None:
-    async def run() -> None:
-        with some.serving("member"):
-            await some.wait("member", int(100 * MOST_BYTES / PER_MEMBER_BYTE))
-            await some.wait("stranger", MOST_BYTES)
-            assert not await is_served_at_once(some, "stranger")
-
-    asyncio.run(run())
+async def test_strangers_save_up_no_more_than_a_little(some: FairQueue) -> None:
+    with some.serving("member"):
+        await some.wait("member", int(100 * MOST_BYTES / PER_MEMBER_BYTE))
+        await some.wait("stranger", MOST_BYTES)
+        assert not await is_served_at_once(some, "stranger")
 
 
-def test_a_stranger_gets_a_part_where_the_member_takes_nothing(
+async def test_a_stranger_gets_a_part_where_the_member_takes_nothing(
     some: FairQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blob_server, "YIELD_S", 0.05)
-
-    async def run() -> None:
-        with some.serving("member"):
-            async with asyncio.timeout(60.0):
-                await some.wait("stranger", PART)
-
-    asyncio.run(run())
+    with some.serving("member"):
+        async with asyncio.timeout(60.0):
+            await some.wait("stranger", PART)

@@ -9,7 +9,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +25,8 @@ from swarm.network.wire.traffic import Traffic
 from swarm.protocol.exchange.sourcing import Limits
 from swarm.protocol.values.digests import PIECE_BYTES, digest_of, piece_index
 from tests.network.conftest import LOOPBACK
+from tests.network.fetch.test_fetcher import Fetched
+from tests.waiting import wait_until
 
 WAIT_S = 60.0
 MIB = 2**20
@@ -147,10 +148,7 @@ COUNTED = [
     (closed_at_once, "ended_early"),
 ]
 LARGE_ONLY = [(wrong_index, "blob_index")]
-NOT_COUNTED = [
-    (silent, "no_progress"),
-    (dripping, "no_progress"),
-]
+NOT_COUNTED = [(silent, "no_progress"), (dripping, "no_progress")]
 
 
 @pytest.mark.parametrize(
@@ -165,23 +163,16 @@ def test_a_lying_server_is_refused_and_another_source_finishes(nodes, blob, answ
     # It answers messages, so that its streams are opened directly.
     client.run(client.post(lying.peer_id, b""), WAIT_S)
     client.traffic.refused.clear()
-    failures = []
-    store = BlobStore()
+    store, fetched = BlobStore(), Fetched()
     limits = Limits(bytes_per_peer=64 * MIB)  # all pieces are requested from the liar first
     is_counted = (answer, reason) not in NOT_COUNTED
     progress_s = 5.0 if is_counted else 1.0  # waits for a stream without progress
     downloads = Downloads(client, store, progress_s=progress_s, limits=limits)
     digest = digest_of(blob)
     want = Want(digest, len(blob), (lying.peer_id, honest.peer_id))
-    fetch = downloads.fetch(
-        [want],
-        check=None,
-        on_blob=lambda _: None,
-        on_failure=lambda *failure: failures.append(failure),
-    )
-    client.run(fetch, WAIT_S)
+    client.run(fetched.fetch(downloads, [want]), WAIT_S)
     assert store.get(digest) == blob
-    assert set(failures) == {(digest, lying.peer_id, reason)}
+    assert set(fetched.failures) == {(digest, lying.peer_id, reason)}
     assert set(client.traffic.refused) == ({reason} if is_counted else set())
 
 
@@ -193,17 +184,12 @@ def test_what_is_cut_off_on_disk_comes_from_another_source(nodes, lasting_peers,
     os.truncate(pack, PIECE_BYTES + 1)
     damaged = lasting_peers.serving(damaged_store)
     client.traffic.refused.clear()
-    failures = []
+    fetched = Fetched()
     downloads = Downloads(client, store, limits=Limits(bytes_per_peer=64 * MIB))
-    fetch = downloads.fetch(
-        [Want(digest, len(LARGE), (damaged.peer_id, honest.peer_id))],
-        check=None,
-        on_blob=lambda _: None,
-        on_failure=lambda *failure: failures.append(failure),
-    )
-    client.run(fetch, WAIT_S)
+    want = Want(digest, len(LARGE), (damaged.peer_id, honest.peer_id))
+    client.run(fetched.fetch(downloads, [want]), WAIT_S)
     assert store.get(digest) == LARGE
-    assert {peer for _, peer, _ in failures} == {damaged.peer_id}
+    assert {peer for _, peer, _ in fetched.failures} == {damaged.peer_id}
     assert set(client.traffic.refused) <= {"ended_early", "blob_digest"}
 
 
@@ -234,7 +220,6 @@ def test_one_bad_blob_does_not_spoil_the_others_of_the_same_stream(nodes):
     liar.asks.clear()
     store = BlobStore()
     wants = [Want(digest, 1000, (lying.peer_id,)) for digest in by_digest]
-
     others, refused = asyncio.Event(), asyncio.Event()
 
     def note(digest: str) -> None:
@@ -246,9 +231,7 @@ def test_one_bad_blob_does_not_spoil_the_others_of_the_same_stream(nodes):
             refused.set()
 
     async def until_nothing_else_is_left() -> None:
-        fetch = Downloads(client, store).fetch(
-            wants, check=None, on_blob=note, on_failure=note_failure
-        )
+        fetch = Downloads(client, store).fetch(wants, on_blob=note, on_failure=note_failure)
         async with asyncio.TaskGroup() as group:
             fetching = group.create_task(fetch)
             await others.wait()
@@ -308,8 +291,7 @@ def test_the_number_of_streams_per_peer_is_capped(nodes):
     assert client.run(open_one_too_many(), WAIT_S) == Head(Status.BUSY).encode()
     assert honest.traffic.refused == {"streams_of_stranger": 1}
     want = Want(digest_of(SMALL), len(SMALL), (honest.peer_id,))
-    downloads = Downloads(client, BlobStore())
-    assert client.run(downloads.fetch_one(want, timeout_s=10), WAIT_S) == SMALL
+    assert client.run(Downloads(client, BlobStore()).fetch_one(want, timeout_s=10), WAIT_S) == SMALL
 
 
 def test_a_reader_that_takes_nothing_is_let_go(nodes, monkeypatch):
@@ -372,13 +354,6 @@ def num_verified(store: BlobStore, digest: str) -> int:
     return sum(partial.has_piece(number) for number in range(12))
 
 
-def wait_until(condition, what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.002)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_server_that_dies_or_freezes_is_replaced_without_fetching_pieces_again(
@@ -398,35 +373,20 @@ def test_a_server_that_dies_or_freezes_is_replaced_without_fetching_pieces_again
     progress_s = 5.0 if fault == signal.SIGKILL else 1.0
     downloads = Downloads(client, store, progress_s=progress_s, limits=limits)
     wants = [Want(digest, NUM_BYTES, (child_id, second.peer_id))]
-    failures = []
-
-    async def begin() -> asyncio.Task[None]:
-        return asyncio.create_task(
-            downloads.fetch(
-                wants,
-                check=None,
-                on_blob=lambda _: None,
-                on_failure=lambda *failure: failures.append(failure),
-            )
-        )
-
-    fetch = client.run(begin(), WAIT_S)
-    wait_until(lambda: num_verified(store, digest) >= 2, "no piece came")
+    fetched = Fetched()
+    fetch = asyncio.run_coroutine_threadsafe(fetched.fetch(downloads, wants), client.loop)
+    assert wait_until(lambda: num_verified(store, digest) >= 2, WAIT_S), "no piece came"
     child.send_signal(fault)
-
-    async def end() -> None:
-        await fetch
-
-    client.run(end(), WAIT_S)
+    fetch.result(WAIT_S)
     assert store.get(digest) == blob
     store.sync([digest])
     assert store.verify([digest]) == []
     reason = "ended_early" if fault == signal.SIGKILL else "no_progress"
-    assert {(peer, why) for _, peer, why in failures} <= {
+    assert {(peer, why) for _, peer, why in fetched.failures} <= {
         (child_id, reason),
         (child_id, "unreachable"),
     }
-    assert (digest, child_id, reason) in failures
+    assert (digest, child_id, reason) in fetched.failures
     # Each piece arrives whole once. Parts of the pieces in flight at the end are wasted.
     verified_first = NUM_BYTES - second.traffic.blob_bytes_sent
     assert verified_first >= 2 * PIECE_BYTES

@@ -102,8 +102,7 @@ def test_inputs_and_attachments_come_while_experts_that_were_asked_for_first_sta
             await asyncio.sleep(0.01)
         await transfers.start(Fetch(Purpose.REDUCE, wanted(SHARED, shared)))
         found = [await next_stored()]
-        want = Want(attached, 10, (server.peer_id,))
-        await transfers.attached.fetch_one(want, timeout_s=WAIT_S)
+        await transfers.attached.fetch_one(Want(attached, 10, (server.peer_id,)), timeout_s=WAIT_S)
         assert not near.has(expert)
         server.loop.call_soon_threadsafe(others_answer.close)
         found.append(await next_stored())

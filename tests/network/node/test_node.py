@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -33,6 +34,7 @@ from swarm.network.wire.daemon import connection_fault, is_identity_taken
 from swarm.network.wire.identity import load_or_create_identity
 from swarm.network.wire.upload_rate import LineBytes
 from tests.network.conftest import records_of
+from tests.waiting import wait_until
 
 WAIT_S = 30.0
 
@@ -304,13 +306,9 @@ def test_a_client_looks_for_no_addresses_and_a_machine_without_any_keeps_its_own
     )
     client.run(client.renew_addresses(), WAIT_S)
     assert client.addresses == ()
-
-    async def none(_: object) -> tuple[object, tuple[()]]:
-        return None, ()
-
     before, daemon = first.addresses, first._substrate.p2p._client
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(type(daemon), "identify", none)
+        patched.setattr(type(daemon), "identify", AsyncMock(return_value=(None, ())))
         first.run(first.renew_addresses(), WAIT_S)
     assert first.addresses == before
 
@@ -322,9 +320,7 @@ def test_a_dead_daemon_is_replaced_by_one_of_the_same_identity_and_port(peers, c
     first.run(first.store("key", b"value", 60), WAIT_S)
     before = (node.peer_id, node.addresses)
     os.kill(node._substrate.p2p._child.pid, signal.SIGKILL)
-    end_s = time.monotonic() + WAIT_S
-    while node.failure is None and time.monotonic() < end_s:
-        time.sleep(0.01)
+    assert wait_until(lambda: node.failure is not None)
     assert "status -9" in node.failure
     assert node.alive, "it is being started again"
     with pytest.raises(NetworkDown, match="status -9"):
@@ -344,16 +340,10 @@ def test_a_dead_daemon_is_replaced_by_one_of_the_same_identity_and_port(peers, c
 def test_a_daemon_that_does_not_start_again_is_given_up_with_the_reason(peers, monkeypatch, caplog):
     node = peers.node()
     monkeypatch.setattr(node_module, "RESTART_AFTER_S", (0.01, 0.01))
-
-    async def fails(*_: object, **__: object) -> None:
-        raise NetworkDown("no more processes")
-
+    fails = AsyncMock(side_effect=NetworkDown("no more processes"))
     monkeypatch.setattr(node_module, "open_substrate", fails)
     os.kill(node._substrate.p2p._child.pid, signal.SIGKILL)
-    end_s = time.monotonic() + WAIT_S
-    while node.alive and time.monotonic() < end_s:
-        time.sleep(0.01)
-    assert not node.alive
+    assert wait_until(lambda: not node.alive)
     with pytest.raises(NetworkDown, match="status -9"):
         records_of(node, "key")
     assert caplog.text.count("no more processes") == 2
@@ -392,8 +382,7 @@ def test_remembered_addresses_lead_in_where_the_given_ones_are_dead(peers, close
     first = peers.node()
     dead = f"/ip4/127.0.0.1/tcp/{closed_port}/p2p/{first.peer_id}"
     remembered = [Remembered("nonsense"), Remembered(first.addresses[0], 1.0)]
-    second = peers.node(known_peers=(dead,), remembered=remembered)
-    assert second.num_neighbours == 1
+    assert peers.node(known_peers=(dead,), remembered=remembered).num_neighbours == 1
 
 
 def test_stopping_is_quick_clean_and_may_be_repeated(peers, living_daemons, caplog):

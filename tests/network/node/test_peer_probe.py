@@ -170,9 +170,7 @@ def test_who_measures_too_much_is_refused(peers: Peers) -> None:
     assert peer.traffic.refused == {"measured_of_stranger": 1}
 
 
-def test_strangers_that_stand_still_on_their_streams_keep_no_member_from_measuring(
-    peers: Peers,
-) -> None:
+def test_strangers_that_stand_still_on_their_streams_do_not_block_members(peers: Peers) -> None:
     ledger = Ledger()
     peer, member, stranger = probed(peers, ledger), peers.node(), peers.node()
     ledger.admit([member.peer_id])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,6 +31,7 @@ from tests.network.conftest import Peers
 from tests.network.rounds.test_round_driver import LAYOUT
 from tests.protocol.exchange.test_handover import next_round
 from tests.protocol.round_pump import found, make_rules
+from tests.waiting import wait_until
 
 WAIT_S = 60.0
 RULES = make_rules()
@@ -99,16 +100,7 @@ def duo(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> Iterator[Duo]:
     duo.lacking.run(duo.driver.stop(), 10)
 
 
-def wait_until(condition: Callable[[], object]) -> bool:
-    end_s = time.monotonic() + WAIT_S
-    while not condition() and time.monotonic() < end_s:
-        time.sleep(0.02)
-    return bool(condition())
-
-
-def test_links_of_a_damaged_file_come_from_a_member_and_the_file_is_whole_again(
-    duo: Duo,
-) -> None:
+def test_links_of_a_damaged_file_come_from_a_member_and_the_file_is_whole_again(duo: Duo) -> None:
     machine = duo.driver.machine
     away = Chain((Link(duo.whole.links[2].head),))
     assert [link.head.height for link in machine.chain.links] == [0, 1, 5, 7]
@@ -158,8 +150,7 @@ def test_a_member_s_question_for_heads_is_charged_and_one_of_another_run_is_not_
     assert ask(RULES.run) == b"", "a stranger needs none"
     ledger.admit([asker.peer_id])
     assert not charged
-    page = decode_page(ask(RULES.run))
-    assert [link.head.height for link in page] == [2, 3, 4, 5]
+    assert [link.head.height for link in decode_page(ask(RULES.run))] == [2, 3, 4, 5]
     assert charged == [(asker.peer_id, Cost.SECONDS)]
     with pytest.raises(Refused):
         ask(RULES.run, b"{}")

@@ -7,11 +7,12 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -86,6 +87,7 @@ class Desk:
         self.events: list[Event] = []
         self.refused: Counter[str] = Counter()
         self.ledger = Ledger()
+        self.judge: Callable[[Message], object] = lambda _: None
 
     def inbound(self) -> Inbound:
         transfers = SimpleNamespace(
@@ -97,15 +99,13 @@ class Desk:
             RUN,
             self.events.append,
             foothold=lambda: self.foothold,
+            judge=self.judge,
         )
         self.refused = desk.refused
         return desk
 
     def run(
-        self,
-        *payloads: tuple[str, bytes],
-        seconds: float = 5.0,
-        beside: Coroutine[Any, Any, None] | None = None,
+        self, *payloads: tuple[str, bytes], beside: Coroutine[Any, Any, None] | None = None
     ) -> Inbound:
         """Takes messages and works until nothing more happens."""
 
@@ -113,7 +113,7 @@ class Desk:
             desk = self.inbound()
             for source, payload in payloads:
                 desk.take(source, payload)
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(5.0):
                 if beside:
                     await beside
                 while desk._tasks:
@@ -156,8 +156,7 @@ def successor(tip: Manifest) -> Manifest:
 
 
 def signed(identity: Identity, ballot: Ballot, digest: str, run: str = RUN) -> Signature:
-    statement = accept_statement(run, ballot, digest)
-    return identity.sign(statement)
+    return identity.sign(accept_statement(run, ballot, digest))
 
 
 # ---------------------------------------------------------------- valid messages
@@ -209,8 +208,7 @@ def test_results_count_only_as_their_reducer_has_signed_them(
 ) -> None:
     peer, other = sorted(identities)[:2]
     means = {"shared.0": ReducedUnit(TIP.digest, 100)}
-    statement = reduced_statement(RUN, TIP.digest, means)
-    signature = identities[peer].sign(statement)
+    signature = identities[peer].sign(reduced_statement(RUN, TIP.digest, means))
     reduced = Reduced(Ballot(0, "A"), TIP.digest, means, {}, signature)
     assert desk.receive(peer, reduced) == reduced
     for source, wrong in [
@@ -230,32 +228,14 @@ def test_evidence_of_many_is_judged_in_another_thread_before_it_is_handed_on(
     peer = sorted(identities)[0]
     declared = signed_ready(identities[peer], None).declared
     threads: list[int] = []
+    desk.judge = lambda _: threads.append(threading.get_ident())
     for number in (1, inbound.MANY + 1):
         evidence = Evidence({"P" + "x" * k: declared for k in range(number)}, {}, TIP.digest, ())
         manifest = replace(successor(TIP), parent=HEADER.tip, round=number)
         message = Propose(Ballot(0, "A"), manifest, (), evidence)
         payload, desk.downloads.blobs = encode(HEADER, message)
-
-        async def work(payload: bytes = payload) -> None:
-            judge = lambda _: threads.append(threading.get_ident())  # noqa: E731
-            transfers = SimpleNamespace(
-                downloads=desk.downloads, attached=desk.downloads, aside=desk.aside
-            )
-            inbox = Inbound(
-                cast(Transfers, transfers),
-                desk.ledger,
-                RUN,
-                desk.events.append,
-                foothold=lambda: desk.foothold,
-                judge=judge,
-            )
-            inbox.take("A", payload)
-            while inbox._tasks:
-                await asyncio.sleep(0)
-
-        asyncio.run(work())
-    here = threading.get_ident()
-    assert [thread == here for thread in threads] == [True, False]
+        desk.run(("A", payload))
+    assert [thread == threading.get_ident() for thread in threads] == [True, False]
     for event in desk.events:
         assert isinstance(event, Received) and isinstance(event.message, Propose)
         assert event.message.evidence and not event.message.evidence.declared, "nobody signed it"
@@ -290,9 +270,7 @@ def test_evidence_that_many_show_at_once_is_read_and_verified_once(
     assert all(each is shown[0] for each in shown)
 
 
-def test_a_manifest_is_asked_of_its_sender_and_then_of_all_that_are_known_to_hold_it(
-    desk: Desk,
-) -> None:
+def test_a_manifest_is_asked_of_its_sender_then_of_all_known_to_hold_it(desk: Desk) -> None:
     """Otherwise one uplink would have to carry it to all peers."""
     first, attachments = encode(HEADER, Propose(Ballot(0, "A"), TIP, ()))
     again, _ = encode(HEADER, Propose(Ballot(1, "C"), TIP, ("D", "B")))
@@ -336,9 +314,7 @@ def test_what_is_here_already_is_not_fetched(desk: Desk) -> None:
     assert desk.downloads.asked == []
 
 
-def test_what_waits_to_be_read_lies_in_the_store_alone(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unread_blobs_lie_in_the_store_alone(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """255 peers may show the same manifest of 2.6 MB at once."""
     found = []
 
@@ -488,23 +464,15 @@ def test_a_commit_without_certificate_is_left_to_the_protocol_to_judge(desk: Des
     assert desk.receive("A", commit) == commit
 
 
-def test_stopping_drops_what_is_on_its_way(desk: Desk) -> None:
+async def test_stopping_drops_what_is_on_its_way(desk: Desk) -> None:
     payload, _ = encode(HEADER, Propose(Ballot(0, "A"), TIP, ()))
-
-    async def work() -> None:
-        taken = desk.inbound()
-        taken.take("A", payload)
-        await asyncio.sleep(0)
-        await taken.stop()
-        assert not taken._tasks
-
-    asyncio.run(_bounded(work()))
-    assert desk.events == []
-
-
-async def _bounded(work: Coroutine[Any, Any, None]) -> None:
+    taken = desk.inbound()
+    taken.take("A", payload)
+    await asyncio.sleep(0)
     async with asyncio.timeout(5):
-        await work
+        await taken.stop()
+    assert not taken._tasks
+    assert desk.events == []
 
 
 def asked_of(desk: Desk, message: Message, *, me: str, age_s: float) -> set[tuple[str, ...]]:
@@ -547,14 +515,9 @@ def test_a_proposal_without_relays_comes_from_its_convener(desk: Desk) -> None:
 def test_a_message_is_read_once_before_and_once_with_what_it_names(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, frames = message_bytes._frame, []
-
-    def counted(*arguments: Any) -> Any:
-        frames.append(arguments)
-        return read(*arguments)
-
-    monkeypatch.setattr(message_bytes, "_frame", counted)
+    read = Mock(wraps=message_bytes._frame)
+    monkeypatch.setattr(message_bytes, "_frame", read)
     offers = {peer: make_offer(RULES, peer, TIP) for peer in "AB"}
     roster = Roster(Ballot(0, "A"), TIP.digest, offers, dict.fromkeys("AB", 0))
     assert asked_of(desk, roster, me="X", age_s=0.0) and desk.downloads.asked
-    assert len(frames) == 2
+    assert read.call_count == 2

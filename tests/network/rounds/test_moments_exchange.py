@@ -24,9 +24,9 @@ from swarm.protocol.exchange.handover import moments_layout
 from swarm.protocol.values.layout import layout_of
 from swarm.protocol.values.manifest import Kind, Manifest
 from tests.network.conftest import Peers
-from tests.network.rounds.test_chain_gaps import wait_until
 from tests.protocol.round_pump import found, make_rules
 from tests.train.runs import NUM_EXPERTS, tiny_run
+from tests.waiting import wait_until
 
 LAYOUT = layout_of(tiny_run())
 RULES = make_rules(experts=NUM_EXPERTS)
@@ -179,9 +179,7 @@ def test_an_expert_whose_owner_is_gone_goes_on_with_zeros(
     assert taker.arrival() == Arrival(0, None, reason)
 
 
-def test_a_new_owner_that_is_gone_is_given_up(
-    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_owner_that_left_is_given_up(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handover, "PATIENCE_S", 0.5)
     giver, taker, _ = swarm.roles(0)
     taker.die()

@@ -9,6 +9,7 @@ from swarm.network.rounds import outbound
 from swarm.network.rounds.outbound import HELD_S, Outbound
 from swarm.protocol.messages.message_bytes import BareMessage
 from swarm.protocol.messages.messages import Ballot, Header, Hello, Roster
+from tests.fake_time import Time
 from tests.protocol.round_pump import found, make_offer, make_rules
 
 RULES = make_rules()
@@ -38,18 +39,8 @@ def test_a_message_to_many_peers_is_encoded_once(encodings: list[object]) -> Non
     assert encodings == [roster, heartbeat]
 
 
-class Clock:
-    """A clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_what_a_message_refers_to_outlives_a_collection_until_its_receivers_have_had_time() -> None:
-    store, clock = BlobStore(), Clock()
+    store, clock = BlobStore(), Time()
     box = Outbound(store, clock)
     payload = box.encode(HEADER, Roster(Ballot(0, "A"), "0" * 64, OFFERS, {"A": 0}))
     digests = [digest for digest, _ in BareMessage(payload).attachments]
@@ -62,7 +53,7 @@ def test_what_a_message_refers_to_outlives_a_collection_until_its_receivers_have
 
 
 def test_what_is_sent_again_is_held_from_then_on() -> None:
-    store, clock = BlobStore(), Clock()
+    store, clock = BlobStore(), Time()
     box = Outbound(store, clock)
     roster = Roster(Ballot(0, "A"), "0" * 64, OFFERS, {"A": 0})
     digests = [digest for digest, _ in BareMessage(box.encode(HEADER, roster)).attachments]
@@ -86,7 +77,7 @@ def test_messages_hold_so_many_blobs_at_most(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_a_message_refers_to_is_put_back_if_it_was_dropped(encodings: list[object]) -> None:
-    store, clock = BlobStore(), Clock()
+    store, clock = BlobStore(), Time()
     box = Outbound(store, clock)
     roster = Roster(Ballot(0, "A"), "0" * 64, OFFERS, {"A": 0})
     payload = box.encode(HEADER, roster)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -130,12 +131,8 @@ def test_a_crash_anywhere_in_a_write_leaves_the_old_record(
     file: RecordFile, call: str, monkeypatch
 ) -> None:
     file.write(FIRST)
-
-    def crash(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
-        patched.setattr(os, call, crash)
+        patched.setattr(os, call, Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             file.write(SECOND)
     assert file.read() == FIRST

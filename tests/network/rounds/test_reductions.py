@@ -37,8 +37,7 @@ class Bench:
             (peer, self.store.put(blob)) for peer, blob in zip(PEERS, DELTAS, strict=True)
         )
         draft = partial(self.store.draft, on_finish=self.told.append)
-        layout = Layout((LAYOUT,), {})
-        self.reducing = Reductions(self.store, layout, draft, self.told.append)
+        self.reducing = Reductions(self.store, Layout((LAYOUT,), {}), draft, self.told.append)
 
     def mean(self, carried: str | None = None, number: int = 2) -> Mean:
         effect = Reduce("roster", NAME, self.inputs[:number], None, self.base)
@@ -107,11 +106,9 @@ def test_other_bits_are_not_kept(bench: Bench) -> None:
 
 
 def test_a_delta_that_is_no_delta_is_a_problem_and_no_failure(bench: Bench) -> None:
-    damaged = bench.store.put(b"\xff" * len(DELTAS[0]))
-    problem = bench.rebuild(delta=damaged)
+    problem = bench.rebuild(delta=bench.store.put(b"\xff" * len(DELTAS[0])))
     assert problem and "scale" in problem
-    short = bench.store.put(b"\x00" * 5)
-    problem = bench.rebuild(delta=short)
+    problem = bench.rebuild(delta=bench.store.put(b"\x00" * 5))
     assert problem and "5 bytes" in problem
     bench.store.collect(set())
     assert len(bench.store) == 0
@@ -173,9 +170,7 @@ def test_what_is_left_over_is_carried_once_the_mean_is_agreed(bench: Bench) -> N
     assert 0 < carried.norm() < wanted.norm()
 
 
-def test_what_is_left_over_of_a_unit_that_is_due_every_fifth_round_is_there_then(
-    bench: Bench,
-) -> None:
+def test_what_is_left_of_a_unit_that_is_due_every_fifth_round_is_there_then(bench: Bench) -> None:
     left_over = LeftOver(bench.store, TIP, make_rules(shared_every=5, stagger=True))
     mean, tip = bench.mean(), TIP
     left_over.found(TIP, NAME, mean)

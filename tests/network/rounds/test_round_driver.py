@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -74,6 +75,7 @@ from swarm.protocol.values.digests import digest_of
 from swarm.protocol.values.layout import Layout
 from swarm.protocol.values.manifest import Entry, Kind, Manifest
 from tests.protocol.round_pump import found, make_offer, make_rules
+from tests.waiting import wait_until
 
 WAIT_S = 30.0
 UNIT = UnitLayout("shared.0", "fp32", (Slice("norm.weight", 0, 4),), 4, 16)
@@ -351,31 +353,27 @@ def test_a_merge_is_computed_beside_the_rounds_stored_and_told(bench: Bench) -> 
     assert bench.store.has(digest)
 
 
-def test_synced_is_told_when_the_manifest_and_all_that_it_names_is_here(bench: Bench) -> None:
-    value, config, validation = (bench.store.put(word) for word in (b"value", b"c", b"v"))
+def whole_manifest(store: BlobStore, **more: Entry) -> Manifest:
+    """A manifest whose blobs are in the store, except for those of more entries."""
+    value, config, validation = (store.put(word) for word in (b"value", b"c", b"v"))
     founding = replace(TIP.founding, config=config, validation=validation)
-    complete = replace(
-        manifest(1), founding=founding, entries={"shared.0": Entry(value, 5, 1, "A", "fp32")}
-    )
+    entries = {"shared.0": Entry(value, 5, 1, "A", "fp32"), **more}
+    return replace(manifest(1), founding=founding, entries=entries)
+
+
+def test_synced_is_told_when_the_manifest_and_all_that_it_names_is_here(bench: Bench) -> None:
+    complete = whole_manifest(bench.store)
     bench.start(Sync(complete))
     assert bench.machine.wait_for(Synced) == Synced(complete.digest)
     assert bench.store.has(complete.blob)
 
 
-def test_a_sync_without_all_blobs_is_told_as_failed_and_what_is_missing_as_lost(
-    bench: Bench,
-) -> None:
-    value, config, validation = (bench.store.put(word) for word in (b"value", b"c", b"v"))
-    founding = replace(TIP.founding, config=config, validation=validation)
+def test_a_sync_without_all_blobs_is_told_as_failed_and_what_it_lacks_as_lost(bench: Bench) -> None:
     gone = digest_of(b"gone")
-    entries = {
-        "shared.0": Entry(value, 5, 1, "A", "fp32"),
-        "expert.0": Entry(gone, 4, 1, "A", "fp32"),
-    }
-    complete = replace(manifest(1), founding=founding, entries=entries)
-    bench.start(Sync(complete))
+    lacking = whole_manifest(bench.store, **{"expert.0": Entry(gone, 4, 1, "A", "fp32")})
+    bench.start(Sync(lacking))
     failed = bench.machine.wait_for(SyncFailed)
-    assert failed.manifest == complete.digest
+    assert failed.manifest == lacking.digest
     assert gone in failed.reason
     assert bench.machine.of(Unobtainable) == [
         Unobtainable(gone, bench.node.peer_id, "it is not in the store")
@@ -386,13 +384,11 @@ def test_a_sync_without_all_blobs_is_told_as_failed_and_what_is_missing_as_lost(
 def test_a_sync_that_the_disk_refuses_for_good_is_told_as_failed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_: object) -> None:
-        raise StateError("packs/0.pack: the disk is lost")
-
+    refuse = Mock(side_effect=StateError("packs/0.pack: the disk is lost"))
     monkeypatch.setattr(bench.store, "sync", refuse)
     bench.start(Sync(manifest(1)))
-    failed = bench.machine.wait_for(SyncFailed)
-    assert failed == SyncFailed(manifest(1).digest, "manifest: packs/0.pack: the disk is lost")
+    told = SyncFailed(manifest(1).digest, "manifest: packs/0.pack: the disk is lost")
+    assert bench.machine.wait_for(SyncFailed) == told
 
 
 def test_a_value_that_cannot_be_made_here_is_told_as_not_made(bench: Bench) -> None:
@@ -468,21 +464,6 @@ def test_a_driver_that_ends_ends_what_gives_room_back(monkeypatch: pytest.Monkey
     assert ended.is_set()
 
 
-def test_a_value_written_piece_by_piece_is_told_and_held_until_the_machine_decides(
-    bench: Bench,
-) -> None:
-    with bench.driver.open_value(5) as draft:
-        draft.write(b"va")
-        draft.write(b"lue")
-        digest = draft.finish()
-    assert digest == digest_of(b"value")
-    bench.store.collect([])  # before the machine has heard of it
-    assert bench.store.has(digest)
-    bench.start()
-    assert bench.machine.wait_for(Stored) == Stored(digest)
-    assert wait_until(lambda: bench.store.collect([]) == 1)
-
-
 def test_what_nothing_names_any_more_is_collected(bench: Bench) -> None:
     kept, dropped = bench.store.put(b"kept"), bench.store.put(b"dropped")
     bench.start(Keep(frozenset([kept])))
@@ -499,10 +480,22 @@ def test_refusals_are_counted_and_the_last_reason_is_for_people(bench: Bench) ->
 # ---------------------------------------------------------------- the trainer's side
 
 
-def test_a_stored_value_survives_a_collection_until_the_machine_decides_on_it(
-    bench: Bench,
+def written_in_pieces(driver: RoundDriver) -> tuple[str, int]:
+    with driver.open_value(5) as draft:
+        draft.write(b"va")
+        draft.write(b"lue")
+        return draft.finish(), 5
+
+
+def stored(driver: RoundDriver) -> tuple[str, int]:
+    return driver.store_value(Content.of(b"value"))
+
+
+@pytest.mark.parametrize("store", [stored, written_in_pieces])
+def test_a_value_survives_a_collection_until_the_machine_decides_on_it(
+    bench: Bench, store: Callable[[RoundDriver], tuple[str, int]]
 ) -> None:
-    digest, size = bench.driver.store_value(Content.of(b"value"))
+    digest, size = store(bench.driver)
     assert (digest, size) == (digest_of(b"value"), 5)
     bench.store.collect([])  # before the machine has heard of it
     assert bench.store.has(digest)
@@ -568,10 +561,7 @@ def test_having_left_ends_the_wait_with_the_reason(bench: Bench) -> None:
 
 
 def test_a_machine_that_fails_is_told_to_the_trainer_not_waited_for(bench: Bench, caplog) -> None:
-    def fail(_: object) -> list[Effect]:
-        raise ZeroDivisionError("a bug")
-
-    bench.machine.answers[Offered] = fail
+    bench.machine.answers[Offered] = Mock(side_effect=ZeroDivisionError("a bug"))
     bench.start()
     bench.driver.offer(make_offer(make_rules(), "A", TIP))
     began_s = time.monotonic()
@@ -607,25 +597,17 @@ def test_a_dead_network_is_told_to_the_trainer(bench: Bench) -> None:
 
 
 def test_work_that_lacks_memory_is_tried_again(bench: Bench, caplog) -> None:
-    failures = [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
-
-    def merge(_: Manifest) -> dict[str, Content]:
-        if failures:
-            raise failures.pop(0)
-        return {"expert.0": Content.of(b"merged")}
-
-    bench.driver.merger = merge
+    lacking = RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    merged = {"expert.0": Content.of(b"merged")}
+    bench.driver.merger = Mock(side_effect=[MemoryError(), lacking, merged])
     bench.start(ComputeMerge(TIP))
     assert bench.machine.wait_for(MergeComputed)
     assert caplog.text.count("merge: Cannot allocate memory (stop other programs)") == 2
 
 
 def test_memory_that_stays_away_ends_the_peer(bench: Bench, monkeypatch) -> None:
-    def merge(_: Manifest) -> dict[str, Content]:
-        raise MemoryError
-
     monkeypatch.setattr(disk_retry, "MEMORY_PATIENCE_S", 0.0)
-    bench.driver.merger = merge
+    bench.driver.merger = Mock(side_effect=MemoryError)
     bench.start(ComputeMerge(TIP))
     with pytest.raises(OutOfMemory, match="gave up"):
         bench.driver.wait_for_tip(TIP.digest, WAIT_S)
@@ -659,9 +641,7 @@ def test_strangers_get_the_tip_with_its_certificate_and_parent(bench: Bench) -> 
     assert all(bench.store.has(digest) for digest in blobs)
 
 
-def test_what_a_stranger_fetches_is_leased_as_a_whole_and_what_a_member_fetches_is_not(
-    bench: Bench,
-) -> None:
+def test_a_strangers_fetch_is_leased_as_a_whole_and_a_members_is_not(bench: Bench) -> None:
     values = {unit: bench.store.put(unit.encode()) for unit in TIP.entries}
     entries = {u: replace(e, digest=values[u]) for u, e in TIP.entries.items()}
     bench.machine.record = Record(replace(TIP, entries=entries), None, None)
@@ -672,13 +652,3 @@ def test_what_a_stranger_fetches_is_leased_as_a_whole_and_what_a_member_fetches_
         bench.store.put(unit.encode())
     bench.driver.asked_for("stranger", asked)
     assert bench.store.collect([], time.monotonic()) == 0
-
-
-def wait_until(holds: Callable[[], bool]) -> bool:
-    """Whether a condition comes true in time."""
-    end_s = time.monotonic() + WAIT_S
-    while time.monotonic() < end_s:
-        if holds():
-            return True
-        time.sleep(0.005)
-    return False

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 
-from swarm.codecs import Content
 from swarm.errors import StateError
 from swarm.experts import UnitLayout, expert_unit
 from swarm.network.blobs.blob_store import BlobStore
@@ -38,71 +37,49 @@ def wanted(store: BlobStore, *, is_here: bool) -> Fetch:
     )
 
 
-def test_a_fetch_that_is_cancelled_before_its_first_step_holds_nothing() -> None:
+async def test_a_fetch_that_is_cancelled_before_its_first_step_holds_nothing() -> None:
     store = BlobStore()
     transfers = Transfers(Nowhere(), store, LAYOUT, lambda _: None)
-
-    async def begin_and_end() -> None:
-        await transfers.start(wanted(store, is_here=False))
-        assert store._holds.held(0.0)
-        await transfers.cancel(Purpose.REDUCE)
-        assert not store._holds.held(0.0)
-
-    asyncio.run(begin_and_end())
+    await transfers.start(wanted(store, is_here=False))
+    assert store._holds.held(0.0)
+    await transfers.cancel(Purpose.REDUCE)
+    assert not store._holds.held(0.0)
 
 
-def judging(monkeypatch: pytest.MonkeyPatch, judge: Callable[[], None]) -> None:
-    def check(self: Transfers, want: BlobWanted, content: Content) -> None:
-        judge()
-
-    monkeypatch.setattr(Transfers, "_check", check)
-
-
-def test_nor_one_that_is_cancelled_while_it_judges_what_is_here(
+async def test_nor_one_that_is_cancelled_while_it_judges_what_is_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     begun, may_end = threading.Event(), threading.Event()
 
-    def judge() -> None:
+    def judge(*_: object) -> None:
         begun.set()
         may_end.wait(10.0)
 
-    judging(monkeypatch, judge)
+    monkeypatch.setattr(Transfers, "_check", judge)
     store = BlobStore()
     transfers = Transfers(Nowhere(), store, LAYOUT, lambda _: None)
-
-    async def begin_and_end() -> None:
-        await transfers.start(wanted(store, is_here=True))
-        while not begun.is_set():
-            await asyncio.sleep(0.01)
-        await transfers.cancel(Purpose.REDUCE)
-        may_end.set()
-        assert not store._holds.held(0.0)
-
-    asyncio.run(begin_and_end())
+    await transfers.start(wanted(store, is_here=True))
+    while not begun.is_set():
+        await asyncio.sleep(0.01)
+    await transfers.cancel(Purpose.REDUCE)
+    may_end.set()
+    assert not store._holds.held(0.0)
 
 
-def test_nor_one_for_which_the_disk_fails_then_and_that_says_so(
+async def test_nor_one_for_which_the_disk_fails_then_and_that_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def judge() -> None:
-        raise StateError("the disk failed")
-
-    judging(monkeypatch, judge)
+    monkeypatch.setattr(Transfers, "_check", Mock(side_effect=StateError("the disk failed")))
     store = BlobStore()
     transfers = Transfers(Nowhere(), store, LAYOUT, lambda _: None)
-
-    async def begin() -> None:
-        await transfers.start(wanted(store, is_here=True))
-        await asyncio.wait(transfers._running.values())
-        await asyncio.sleep(0)
-        assert not store._holds.held(0.0)
-
-    asyncio.run(begin())
+    await transfers.start(wanted(store, is_here=True))
+    await asyncio.wait(transfers._running.values())
+    await asyncio.sleep(0)
+    assert not store._holds.held(0.0)
     assert "fetching for reduce failed" in caplog.text
 
 
-def test_a_line_that_is_cut_while_blobs_come_does_not_change_the_rate(
+async def test_a_line_that_is_cut_while_blobs_come_does_not_change_the_rate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor do a source that is not ready and a full disk."""
@@ -121,15 +98,10 @@ def test_a_line_that_is_cut_while_blobs_come_does_not_change_the_rate(
         now_s += pause_s
 
     monkeypatch.setattr(Transfers, "_bring", bring)
-
-    async def fetch() -> None:
-        nonlocal now_s
-        while pauses:
-            now_s += 500.0  # a round's local steps
-            await transfers.start(wanted(store, is_here=False))
-            await asyncio.wait(transfers._running.values())
-            assert transfers.rate_bytes_per_s == pytest.approx(mib, rel=0.1)
-
-    asyncio.run(fetch())
+    while pauses:
+        now_s += 500.0  # a round's local steps
+        await transfers.start(wanted(store, is_here=False))
+        await asyncio.wait(transfers._running.values())
+        assert transfers.rate_bytes_per_s == pytest.approx(mib, rel=0.1)
     rates = [each.value for each in transfers.pace._rates.newest]
     assert rates == pytest.approx([mib, mib, mib, mib], rel=0.06), "an outage counts three seconds"

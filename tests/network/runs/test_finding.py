@@ -83,9 +83,7 @@ def test_the_run_of_the_given_address_is_meant_even_if_that_peer_is_slow(swarms:
 
 
 @pytest.mark.parametrize("error", [NobodyReachable("no answer"), NetworkDown("it is dead")])
-def test_a_dht_that_does_not_answer_keeps_nobody_from_a_run(
-    swarms: Swarms, error: SwarmError
-) -> None:
+def test_a_silent_dht_keeps_nobody_from_a_run(swarms: Swarms, error: SwarmError) -> None:
     """The directly asked peer answers a little after the DHT is given up."""
     swarms.silent, swarms.answers_after_s = error, 0.1
     opened = find()
@@ -104,9 +102,7 @@ def test_of_two_runs_that_others_announce_one_has_to_be_named(swarms: Swarms) ->
     assert opened and opened.announced.record.run == "other-2"
 
 
-def test_what_the_given_address_prepares_is_meant_and_not_what_others_announce(
-    swarms: Swarms,
-) -> None:
+def test_what_the_given_address_prepares_is_meant_not_what_others_announce(swarms: Swarms) -> None:
     swarms.told, swarms.rumours, swarms.preparing = (), (OTHER,), {"QmA": "f" * 64}
     assert find() is None
     opened = find(wanted="other-2")
@@ -128,9 +124,7 @@ def test_a_run_is_looked_for_as_long_as_there_is_a_reason_to(swarms: Swarms) -> 
     assert find(deadline_s=0.0, look_on=look_on) is None
 
 
-def test_of_two_runs_of_one_file_that_which_a_peer_had_begun_to_join_is_meant(
-    swarms: Swarms,
-) -> None:
+def test_of_two_runs_of_one_file_the_one_a_peer_had_begun_to_join_is_meant(swarms: Swarms) -> None:
     swarms.told = ()
     for preferred in ("mine-1", "other-2"):
         opened = find(fingerprint=RUN.fingerprint(), preferred=preferred)

@@ -109,9 +109,7 @@ def test_what_has_come_survives_a_kill(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert len(BlobStore(tmp_path).digests()) == last
 
 
-def test_a_full_disk_is_waited_for_and_nothing_is_fetched_twice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_full_disk_is_waited_for_without_refetching(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_retry, "FIRST_PAUSE_S", 0.0)
     manifest, blobs = state()
     store = BlobStore()
@@ -187,8 +185,7 @@ def test_a_newer_state_begins_the_attempts_again(monkeypatch: pytest.MonkeyPatch
         time.sleep(seconds)
 
     monkeypatch.setattr(joiner, "newest_tip", tips)
-    found = asyncio.run(fetch(source, shown, clock=time, sleep=sleep))
-    assert found.record.tip is newer
+    assert asyncio.run(fetch(source, shown, clock=time, sleep=sleep)).record.tip is newer
 
 
 def test_what_is_missing_is_what_is_neither_here_nor_arriving() -> None:
@@ -274,8 +271,7 @@ def test_whoever_is_alone_reads_all_keys_each_time_and_few_see_each_other_soon()
     alone.comes("QmNew")
     alone.beats(1)
     assert "QmNew" in alone.seen
-    four = Counting(4)
-    assert four.beats(4) == [NUM_SHARDS, 4, 4, 4]
+    assert Counting(4).beats(4) == [NUM_SHARDS, 4, 4, 4]
 
 
 def test_a_key_that_cannot_be_read_hides_no_other() -> None:

@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -15,7 +16,7 @@ from swarm.protocol.records.records import RunState
 from tests.peer_records import peer_record
 
 
-def test_a_founder_announces_until_it_is_done_and_through_a_restart_of_its_daemon(monkeypatch):
+async def test_a_founder_announces_until_done_even_if_its_daemon_restarts(monkeypatch):
     said = []
 
     async def publish(node, key, record):
@@ -29,20 +30,16 @@ def test_a_founder_announces_until_it_is_done_and_through_a_restart_of_its_daemo
     monkeypatch.setattr(run_founding, "publish", publish)
     monkeypatch.setattr(run_founding, "publish_peer", publish_peer)
     monkeypatch.setattr(run_founding, "POLL_S", 0.0)
-
-    async def scene():
-        node = type("Node", (), {"peer_id": "QmA"})()
-        announcement = type("Announcement", (), {"run": "gathering-1"})()
-        task = asyncio.ensure_future(
-            run_founding.keep_gathering(node, announcement, lambda: peer_record("QmA"))
-        )
-        while len(said) < 5:
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(scene())
+    node = type("Node", (), {"peer_id": "QmA"})()
+    announcement = type("Announcement", (), {"run": "gathering-1"})()
+    task = asyncio.ensure_future(
+        run_founding.keep_gathering(node, announcement, lambda: peer_record("QmA"))
+    )
+    while len(said) < 5:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     assert said[:5] == ["run", "run", "peer in gathering-1", "run", "peer in gathering-1"]
 
 
@@ -99,15 +96,11 @@ def test_strangers_that_are_there_first_are_not_gathered(monkeypatch, tmp_path):
             for peer, each in found.items()
         }
 
-    async def nothing(*_):
-        return True
-
     monkeypatch.setattr(run_founding, "present_peers", present)
     for name in ("publish", "publish_peer"):
-        monkeypatch.setattr(run_founding, name, nothing)
+        monkeypatch.setattr(run_founding, name, AsyncMock(return_value=True))
     monkeypatch.setattr(run_founding, "POLL_S", 0.0)
-    key = private.invitation.key
-    announcement = SimpleNamespace(run="gathering-1", wait_for_peers=2, key=key)
+    announcement = SimpleNamespace(run="gathering-1", wait_for_peers=2, key=private.invitation.key)
     node = SimpleNamespace(peer_id=founder.peer_id)
     gathered = asyncio.run(
         run_founding.gather(node, announcement, lambda: peer_record(founder.peer_id))

@@ -109,8 +109,7 @@ def test_both_see_both_and_the_newer_record_replaces_the_older(pair, key):
         assert node.run(fetch_records(node, ValidationRecord, [key]), WAIT_S) == expected
     # A shorter lifetime does not bring the older record back, because expirations only grow.
     assert first.run(first.store(key, b"{}", ttl_s=1), WAIT_S)
-    records = records_of(second, key)
-    assert records[first.peer_id].value == b"{}"
+    assert records_of(second, key)[first.peer_id].value == b"{}"
 
 
 def test_a_record_that_no_reader_takes_is_an_error_of_its_writer(pair, key):
@@ -175,8 +174,7 @@ def test_several_keys_are_read_at_once_and_the_longest_lived_record_counts(pair)
 def test_a_record_of_another_kind_or_not_of_its_schema_is_counted(pair, key):
     first, second = pair
     first.run(first.store(key, b"{", 60), WAIT_S)
-    merge = MergeRecord("0", 0, 0, 0, 0.0, {})
-    second.run(publish(second, key, merge), WAIT_S)
+    second.run(publish(second, key, MergeRecord("0", 0, 0, 0, 0.0, {})), WAIT_S)
     assert first.run(fetch_records(first, ValidationRecord, [key]), WAIT_S) == {}
     assert first.traffic.refused == {"record_schema": 2}
 

@@ -100,9 +100,7 @@ def test_a_possession_of_another_run_is_refused(anchor: Identity, guest: Identit
     assert is_refused(Credential(private.invitation, stolen), guest)
 
 
-def test_the_key_is_in_nothing_that_a_guest_sends_or_keeps(
-    anchor: Identity, guest: Identity
-) -> None:
+def test_a_guest_neither_sends_nor_keeps_the_key(anchor: Identity, guest: Identity) -> None:
     private = invite(anchor, RUN, uses=3, last_round=7)
     credential = credential_for(private, guest)
     sent = json.dumps(credential, default=vars)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -66,8 +67,7 @@ def test_nobody_is_given_up_before_a_tip_is_proved(monkeypatch: pytest.MonkeyPat
     async def bad() -> int:
         return 0
 
-    found = first_and_soon([bad(), slow()], bool, 0.0)
-    assert asyncio.run(found) == [0, 1]
+    assert asyncio.run(first_and_soon([bad(), slow()], bool, 0.0)) == [0, 1]
 
 
 RULES: Rules = make_rules()
@@ -85,9 +85,7 @@ def proved_tip(trusted: str, *signers: str) -> Shown:
     return tips._proved_tip(header, message, "A", RUN, Trust(trusted))
 
 
-def test_signatures_are_verified_only_where_they_would_prove_the_tip(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_signatures_that_prove_no_tip_are_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     verified = list[str]()
     monkeypatch.setattr(
         tips, "verified", lambda _h, message, peer, _r: verified.append(peer) or message
@@ -106,19 +104,13 @@ def test_signatures_are_verified_only_where_they_would_prove_the_tip(
 def test_the_proof_is_looked_at_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = list[int]()
 
-    async def opened(*_: Any) -> tuple[Any, Any]:
-        return ANY, ANY
-
-    async def answer(*_: Any) -> bytes:
-        return b"shown"
-
     def prove(*_: Any) -> str:
         threads.append(threading.get_ident())
         return "why not"
 
-    monkeypatch.setattr(tips, "open_message", opened)
+    monkeypatch.setattr(tips, "open_message", AsyncMock(return_value=(ANY, ANY)))
     monkeypatch.setattr(tips, "_proved_tip", prove)
-    node: Any = SimpleNamespace(request=answer)
+    node: Any = SimpleNamespace(request=AsyncMock(return_value=b"shown"))
     downloads: Any = SimpleNamespace(store=None)
     assert asyncio.run(tips._ask_tip(node, downloads, ANY, Trust("0" * 64), "A")) == "why not"
     assert threads and threads[0] != threading.get_ident()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -39,11 +40,8 @@ def test_blobs_wait_for_what_control_messages_and_answers_have_taken(
     other = load_or_create_identity(tmp_path / "other.key").peer_id
     daemon: Any = Daemon()
 
-    async def large(_source: str, _payload: bytes) -> bytes:
-        return bytes(LARGEST)
-
     async def exchange() -> int:
-        control = Control(traffic, Ledger(), None, large)
+        control = Control(traffic, Ledger(), None, AsyncMock(return_value=bytes(LARGEST)))
         if not is_answer:
             await control.post(daemon, other, bytes(200_000), 1.0)
             return 200_000

@@ -5,6 +5,7 @@ import socket
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
@@ -68,9 +69,7 @@ def test_among_private_addresses_that_of_the_default_route_comes_first() -> None
 
 
 @pytest.mark.parametrize("direct_port", [0, 31331])
-def test_an_address_that_the_machine_does_not_have_names_the_remedy_that_works(
-    direct_port: int,
-) -> None:
+def test_an_address_that_the_machine_lacks_names_the_remedy_that_works(direct_port: int) -> None:
     """The public address of a cloud machine belongs to the provider, which translates it."""
     network = NetworkSection(host_maddrs=("/ip4/198.51.100.7/tcp/31330",), direct_port=direct_port)
     with pytest.raises(NetworkDown, match=r"--port 31330 --public-ip 198\.51\.100\.7"):
@@ -94,17 +93,13 @@ def test_a_start_goes_in_by_a_living_peer_beside_addresses_that_accept_and_say_n
     first = peers.node()
     with ExitStack() as undo:
         silent = tuple(silent_address(tmp_path, undo) for _ in range(4))
-        second = peers.node(known_peers=(*silent, *first.addresses))
-        assert first.peer_id in second.neighbours
+        assert first.peer_id in peers.node(known_peers=(*silent, *first.addresses)).neighbours
         with pytest.raises(NobodyReachable, match=f"{silent[0]}: .*says nothing for 1 s"):
             peers.node(known_peers=silent)
 
 
-def test_what_answers_is_a_peer_only_if_it_greets_as_libp2p_does(
-    peers: Peers, closed_port: int
-) -> None:
-    node = peers.node()
-    address = Address.parse(node.addresses[0])
+def test_what_answers_is_a_peer_only_if_it_greets_like_one(peers: Peers, closed_port: int) -> None:
+    address = Address.parse(peers.node().addresses[0])
 
     async def asked_of(words: bytes) -> str | None:
         async def say(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -142,10 +137,7 @@ def test_a_peer_that_may_start_alone_does_if_its_way_in_takes_too_long(
     with pytest.raises(NobodyReachable, match=first.addresses[0]):
         peers.node(known_peers=first.addresses)
     assert len(asked) == substrate.TRIES
-
-    async def never(*_: Any, **__: Any) -> Any:
-        raise P2PDaemonError("Daemon failed to start in 15.0 seconds")
-
+    never = AsyncMock(side_effect=P2PDaemonError("Daemon failed to start in 15.0 seconds"))
     monkeypatch.setattr(daemon, "_create", never)
     with pytest.raises(NetworkDown, match=r"15\.0 seconds"):
         peers.node(known_peers=())

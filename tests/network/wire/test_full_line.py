@@ -117,15 +117,12 @@ def test_a_connection_within_one_machine_is_never_a_full_line() -> None:
     assert full_rate_mbit(found) is None
 
 
-def test_of_what_is_no_tcp_connection_there_are_no_samples() -> None:
-    async def look() -> None:
-        mine, other = socket.socketpair()
-        with closing(mine), closing(other), sampled(mine) as found:
-            fill(mine)
-            await asyncio.sleep(2 * LINE_SAMPLE_S)
-        assert found == []
-
-    asyncio.run(look())
+async def test_of_what_is_no_tcp_connection_there_are_no_samples() -> None:
+    mine, other = socket.socketpair()
+    with closing(mine), closing(other), sampled(mine) as found:
+        fill(mine)
+        await asyncio.sleep(2 * LINE_SAMPLE_S)
+    assert found == []
 
 
 TAKE = """

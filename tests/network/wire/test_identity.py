@@ -87,8 +87,7 @@ def test_keys_sign_and_verify_as_the_standard_says(
     """Source: RFC 8032, section 7.1, tests 1 and 3; ours signs the same with its domain before."""
     monkeypatch.setattr("swarm.network.wire.identity._DOMAIN", b"")
     path = tmp_path / "identity.key"
-    data = bytes.fromhex(secret) + bytes.fromhex(public)
-    path.write_bytes(_stored(crypto_pb2.Ed25519, data))
+    path.write_bytes(_stored(crypto_pb2.Ed25519, bytes.fromhex(secret) + bytes.fromhex(public)))
     identity = load_or_create_identity(path)
     assert identity.public_key.hex() == public
     assert identity.sign(bytes.fromhex(message)).hex() == signature

@@ -136,9 +136,7 @@ def test_what_a_stranger_holds_goes_back_where_it_came_from_when_it_is_a_member(
     assert ledger._balances == {}
 
 
-def test_a_flood_of_keys_is_forgotten_and_what_is_held_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_flood_of_keys_is_forgotten_but_not_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledgers, "MAX_KNOWN", 100)
     ledger = Ledger({**FEW, Cost.STREAMS: HELD[Cost.STREAMS]})
     held = [ledger.take("S", Cost.STREAMS, 1, 0.0) for _ in range(6)]

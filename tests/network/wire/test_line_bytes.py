@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -45,10 +46,7 @@ class Serving:
     def __init__(self, peers: Peers, network: NetworkSection = LOOPBACK) -> None:
         self.store, server = BlobStore(), BlobServer()
         server.attach(self.store)
-
-        async def on_request(source: str, payload: bytes) -> bytes:
-            return bytes(900_000)
-
+        on_request = AsyncMock(return_value=bytes(900_000))
         streams = {BULK: server.serve, MEASURE: Prober().serve}
         self.node: Node = peers.node(Handlers(on_request=on_request, streams=streams),
                                      network=network)  # fmt: skip
@@ -115,7 +113,7 @@ def test_both_ends_of_any_traffic_count_it_once(
         assert MOVED <= moved(end) - then + OTHERS <= MOVED + 2 * OTHERS + MOVED // 16
 
 
-def test_what_is_passed_on_counts_twice_there_and_once_at_each_end(
+def test_relayed_bytes_count_twice_there_and_once_elsewhere(
     swarm_of: dict[str, Serving],
 ) -> None:
     relays = [swarm_of["A"], swarm_of["B"], swarm_of["libp2p"]]
@@ -175,9 +173,7 @@ def test_daemons_count_until_they_end_and_nothing_is_known_without_one() -> None
     assert line.total() == last, "a process that is no more keeps its count, once"
 
 
-def test_where_the_kernel_says_nothing_the_nodes_own_counters_do(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_the_kernel_is_silent_the_nodes_counters_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload_rate, "moved_by_process", lambda _: None)
     traffic = Traffic(blob_bytes_sent=300)
     traffic.line.daemon_began(os.getpid())

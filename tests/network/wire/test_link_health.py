@@ -7,13 +7,7 @@ import pytest
 from swarm.errors import NoRoute, Refused, Unreachable
 from swarm.network.wire.link_health import FORGOTTEN_S, LinkHealth
 from swarm.protocol.records.records import MAX_UNREACHED, Silence
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.fake_time import Time
 
 
 def lose(lines: LinkHealth, peer: str, error: Exception, times: int = 1) -> None:
@@ -22,13 +16,13 @@ def lose(lines: LinkHealth, peer: str, error: Exception, times: int = 1) -> None
             raise error
 
 
-def answered(lines: LinkHealth, clock: Clock, peer: str, seconds: float) -> None:
+def answered(lines: LinkHealth, clock: Time, peer: str, seconds: float) -> None:
     with lines.post(peer):
-        clock.now += seconds
+        clock.now_s += seconds
 
 
 def test_one_lost_message_is_nothing_and_an_answer_ends_a_silence() -> None:
-    lines, clock = LinkHealth(Clock()), Clock()
+    lines, clock = LinkHealth(Time()), Time()
     lose(lines, "A", NoRoute("refused"))
     assert lines.unreached() == {}
     lose(lines, "A", NoRoute("refused"))
@@ -39,7 +33,7 @@ def test_one_lost_message_is_nothing_and_an_answer_ends_a_silence() -> None:
     assert lines.unreached() == {}
 
 
-def test_a_line_from_which_nothing_comes_while_a_message_waits_is_cut_at_once(
+async def test_a_line_from_which_nothing_comes_while_a_message_waits_is_cut_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("swarm.network.wire.link_health.SILENT_S", 1.0)
@@ -57,17 +51,14 @@ def test_a_line_from_which_nothing_comes_while_a_message_waits_is_cut_at_once(
             await asyncio.sleep(1.2)
             raise Unreachable("no answer")
 
-    async def all_of_it() -> None:
-        await waited_for_in_vain("A", is_heard=True)
-        assert told == []
-        await waited_for_in_vain("B", is_heard=False)
-        assert told == ["B"], "while it waits"
-        await waited_for_in_vain("A", is_heard=True)  # one way only
-        assert told == ["B", "A,B"] and lines.unreached()["B"] is Silence.SILENT
-        await handler("B", b"")
-        assert "B" not in lines.unreached()
-
-    asyncio.run(all_of_it())
+    await waited_for_in_vain("A", is_heard=True)
+    assert told == []
+    await waited_for_in_vain("B", is_heard=False)
+    assert told == ["B"], "while it waits"
+    await waited_for_in_vain("A", is_heard=True)  # one way only
+    assert told == ["B", "A,B"] and lines.unreached()["B"] is Silence.SILENT
+    await handler("B", b"")
+    assert "B" not in lines.unreached()
 
 
 async def taken(peer: str, payload: bytes) -> None:
@@ -75,21 +66,19 @@ async def taken(peer: str, payload: bytes) -> None:
 
 
 def test_who_is_no_longer_talked_to_is_forgotten_and_few_are_named() -> None:
-    clock = Clock()
+    clock = Time()
     lines = LinkHealth(clock)
     for number in range(MAX_UNREACHED + 3):
         lose(lines, f"peer-{number}", NoRoute("refused"), 2 + number)
     named = lines.unreached()
     assert len(named) == MAX_UNREACHED and "peer-0" not in named
-    clock.now += FORGOTTEN_S + 1
+    clock.now_s += FORGOTTEN_S + 1
     assert lines.unreached() == {} and lines.rtt_ms() is None
 
 
-def test_keys_that_were_sent_something_once_do_not_pile_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_keys_that_were_sent_something_once_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm.network.wire.link_health.MAX_LINES", 100)
-    lines = LinkHealth(Clock())
+    lines = LinkHealth(Time())
     lose(lines, "member", NoRoute("refused"), 2)
     with pytest.raises(Unreachable), lines.post("waiting"):
         for number in range(5000):
@@ -103,7 +92,7 @@ def test_keys_that_were_sent_something_once_do_not_pile_up(
 
 
 def test_the_round_trip_is_the_shortest_to_each_peer_and_the_median_over_them() -> None:
-    clock = Clock()
+    clock = Time()
     lines = LinkHealth(clock)
     assert lines.rtt_ms() is None
     for peer, seconds in (("A", 0.5), ("A", 0.02), ("B", 0.04), ("C", 0.3)):

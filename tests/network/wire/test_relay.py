@@ -77,8 +77,7 @@ def test_messages_and_answers_pass_between_two_that_cannot_be_dialled(hidden) ->
     a, b = left.node, right.node
     a.run(a.post(b.peer_id, b"hello"), WAIT_S)
     assert right.inbox.messages == [(a.peer_id, b"hello")], "the sender is the one who signed"
-    answer = b.run(b.request(a.peer_id, b"abc", 5.0), WAIT_S)
-    assert answer == b.peer_id.encode() + b"cba"
+    assert b.run(b.request(a.peer_id, b"abc", 5.0), WAIT_S) == b.peer_id.encode() + b"cba"
     assert a.is_far(b.peer_id) and not a.is_far(relay.peer_id)
     assert relay.traffic.relayed_bytes > 0
 
@@ -191,101 +190,82 @@ class Passing:
         return ""
 
 
-def test_a_relay_shows_a_message_or_question_once_and_costs_its_sender_nothing(
+async def test_a_relay_shows_a_message_or_question_once_and_costs_its_sender_nothing(
     tmp_path, monkeypatch
 ) -> None:
     passing = Passing(tmp_path, monkeypatch)
     source, ledger = passing.sender.identity.peer_id, passing.receiver.ledger
-
-    async def run() -> None:
-        await passing.send(b"hello")
-        await passing.send(b"abc", EnvelopeKind.REQUEST)
-        left = ledger.left(source, Cost.MESSAGES, 0)
-        for _ in range(100):
-            for letter in passing.letters[:2]:
-                assert await passing.refusal(letter) == "envelope_seen"
-        assert ledger.left(source, Cost.MESSAGES, 0) == left
-        await passing.send(b"another")
-        assert passing.inbox.messages == [(source, b"hello"), (source, b"another")]
-
-    asyncio.run(run())
+    await passing.send(b"hello")
+    await passing.send(b"abc", EnvelopeKind.REQUEST)
+    left = ledger.left(source, Cost.MESSAGES, 0)
+    for _ in range(100):
+        for letter in passing.letters[:2]:
+            assert await passing.refusal(letter) == "envelope_seen"
+    assert ledger.left(source, Cost.MESSAGES, 0) == left
+    await passing.send(b"another")
+    assert passing.inbox.messages == [(source, b"hello"), (source, b"another")]
 
 
-def test_a_letter_that_was_held_back_too_long_is_refused(tmp_path, monkeypatch) -> None:
+async def test_a_letter_that_was_held_back_too_long_is_refused(tmp_path, monkeypatch) -> None:
     passing = Passing(tmp_path, monkeypatch)
     source, to = passing.sender.identity, passing.receiver.identity.peer_id
     now_s = passing.clock_s
-
-    async def run() -> None:
-        for after_s, reason in (FRESH_S + 1, "envelope_age"), (FRESH_S - 1, ""):
-            passing.clock_s = now_s
-            letter = passing.sender._sealed(EnvelopeKind.MESSAGE, to, b"late")
-            passing.clock_s = now_s + after_s
-            assert await passing.refusal(letter) == reason
-        passing.clock_s = now_s + 3600
-        assert await passing.refusal(letter) == "envelope_age"
-        bare = seal(source, EnvelopeKind.MESSAGE, to, b"no stamp")
-        assert await passing.refusal(bare) == "envelope_schema"
-
-    asyncio.run(run())
+    for after_s, reason in (FRESH_S + 1, "envelope_age"), (FRESH_S - 1, ""):
+        passing.clock_s = now_s
+        letter = passing.sender._sealed(EnvelopeKind.MESSAGE, to, b"late")
+        passing.clock_s = now_s + after_s
+        assert await passing.refusal(letter) == reason
+    passing.clock_s = now_s + 3600
+    assert await passing.refusal(letter) == "envelope_age"
+    bare = seal(source, EnvelopeKind.MESSAGE, to, b"no stamp")
+    assert await passing.refusal(bare) == "envelope_schema"
     assert passing.inbox.messages == [(source.peer_id, b"late")]
 
 
-def test_messages_that_overtake_each_other_are_both_delivered(tmp_path, monkeypatch) -> None:
+async def test_messages_that_overtake_each_other_are_both_delivered(tmp_path, monkeypatch) -> None:
     passing = Passing(tmp_path, monkeypatch)
     source, to = passing.sender.identity.peer_id, passing.receiver.identity.peer_id
     first, second = (
         passing.sender._sealed(EnvelopeKind.MESSAGE, to, word) for word in (b"first", b"second")
     )
-
-    async def run() -> None:
-        assert not await passing.refusal(second)
-        assert not await passing.refusal(first)
-        assert await passing.refusal(first) == await passing.refusal(second) == "envelope_seen"
-
-    asyncio.run(run())
+    assert not await passing.refusal(second)
+    assert not await passing.refusal(first)
+    assert await passing.refusal(first) == await passing.refusal(second) == "envelope_seen"
     assert passing.inbox.messages == [(source, b"second"), (source, b"first")]
 
 
-def test_an_answer_is_to_one_question_only_though_another_has_the_same_words(
+async def test_an_answer_is_to_one_question_only_though_another_has_the_same_words(
     tmp_path, monkeypatch
 ) -> None:
     passing = Passing(tmp_path, monkeypatch)
+    answer = await passing.send(b"abc", EnvelopeKind.REQUEST)
+    assert answer == passing.sender.identity.peer_id.encode() + b"cba"
 
-    async def run() -> None:
-        answer = await passing.send(b"abc", EnvelopeKind.REQUEST)
-        assert answer == passing.sender.identity.peer_id.encode() + b"cba"
+    async def old_answer(*_: object) -> bytes:
+        return passing.answers[0]
 
-        async def old_answer(*_: object) -> bytes:
-            return passing.answers[0]
-
-        monkeypatch.setattr(passing.sender.control, "call", old_answer)
-        with pytest.raises(NoRoute, match="for another peer"):
-            await passing.send(b"abc", EnvelopeKind.REQUEST)
-
-    asyncio.run(run())
+    monkeypatch.setattr(passing.sender.control, "call", old_answer)
+    with pytest.raises(NoRoute, match="for another peer"):
+        await passing.send(b"abc", EnvelopeKind.REQUEST)
 
 
-def test_a_stream_that_comes_while_the_relay_starts_is_closed_without_ado(tmp_path) -> None:
+async def test_a_stream_that_comes_while_the_relay_starts_is_closed_without_ado(tmp_path) -> None:
     closed = []
 
     def starting() -> Any:
         raise NetworkDown("the network has not started")
 
-    async def ask() -> None:
-        sender = load_or_create_identity(tmp_path / "a.key")
-        letter = stamped_letter(sender, f"{PROTOCOL} QmR", "QmB")
-        reader, writer = asyncio.StreamReader(), SimpleNamespace(close=lambda: closed.append(True))
-        reader.feed_data(b"\x03QmB" + len(letter).to_bytes(2, "big") + letter)
-        traffic = Traffic()
-        control = Control(traffic, Ledger(), None, None)
-        relay = Relay(sender, control, {PROTOCOL: BlobServer().serve}, True, starting)
-        handle = stream_handler(relay._on_stream, traffic, control.ledger)
-        info = SimpleNamespace(peer_id=peer_of(sender.peer_id), addr="/ip4/127.0.0.1/tcp/1")
-        await handle(info, reader, cast(Any, writer))
-        assert not traffic.refused
-
-    asyncio.run(ask())
+    sender = load_or_create_identity(tmp_path / "a.key")
+    letter = stamped_letter(sender, f"{PROTOCOL} QmR", "QmB")
+    reader, writer = asyncio.StreamReader(), SimpleNamespace(close=lambda: closed.append(True))
+    reader.feed_data(b"\x03QmB" + len(letter).to_bytes(2, "big") + letter)
+    traffic = Traffic()
+    control = Control(traffic, Ledger(), None, None)
+    relay = Relay(sender, control, {PROTOCOL: BlobServer().serve}, True, starting)
+    handle = stream_handler(relay._on_stream, traffic, control.ledger)
+    info = SimpleNamespace(peer_id=peer_of(sender.peer_id), addr="/ip4/127.0.0.1/tcp/1")
+    await handle(info, reader, cast(Any, writer))
+    assert not traffic.refused
     assert closed
 
 
@@ -337,7 +317,7 @@ def test_a_stream_is_opened_by_a_letter_of_its_origin(tmp_path) -> None:
     ]
 
 
-def test_a_stream_is_served_once_for_each_letter(tmp_path) -> None:
+async def test_a_stream_is_served_once_for_each_letter(tmp_path) -> None:
     sender = load_or_create_identity(tmp_path / "a.key")
     me = load_or_create_identity(tmp_path / "b.key")
     traffic, served = Traffic(), []
@@ -359,13 +339,10 @@ def test_a_stream_is_served_once_for_each_letter(tmp_path) -> None:
         reader.feed_data(len(letter).to_bytes(2, "big") + letter)
         await relay._on_delivered_stream(traffic, "QmR", reader, cast(Any, None))
 
-    async def run() -> None:
-        now_s = dht_clock()()
-        right = letter(now_s)
-        for each in right, right, letter(now_s), letter(now_s - FRESH_S - 1):
-            await show(each)
-
-    asyncio.run(run())
+    now_s = dht_clock()()
+    right = letter(now_s)
+    for each in right, right, letter(now_s), letter(now_s - FRESH_S - 1):
+        await show(each)
     assert served == [sender.peer_id] * 2, "otherwise a relay would spend another's account"
     assert traffic.refused == {"envelope_seen": 1, "envelope_age": 1}
 

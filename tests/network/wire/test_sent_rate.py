@@ -103,9 +103,7 @@ def test_one_window_that_is_too_fast_is_not_the_rate_and_yesterdays_are_none(lin
     assert line.rate.mbit is None
 
 
-def test_where_nobody_else_takes_anything_one_receiver_shows_a_line_that_got_slower(
-    line: Line,
-) -> None:
+def test_where_nobody_else_takes_anything_one_receiver_shows_a_slower_line(line: Line) -> None:
     """In a swarm of two the figure could only rise."""
     line.send(80.0, "A", seconds=4 * WINDOW_S)
     line.send(6.0, "A", seconds=(KEPT + 1) * WINDOW_S)

@@ -7,6 +7,7 @@ import itertools
 import logging
 import time
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from hivemind.dht import protocol
@@ -177,16 +178,13 @@ def test_each_of_hiveminds_two_refusals_has_its_own_cause_and_remedy(
             now_s = protocol.get_dht_time()
             return dht_pb2.PingResponse(peer=node, dht_time=now_s - ahead_s, available=is_dialled)
 
-    async def known(*_: object, **__: object) -> None:
-        pass
-
     node = SimpleNamespace(
         get_stub=lambda _: Peer(),
         client_mode=False,
         node_info=None,
         wait_timeout=1.0,
         rpc_semaphore=asyncio.Semaphore(),
-        update_routing_table=known,
+        update_routing_table=AsyncMock(return_value=None),
     )
     ping = protocol.DHTProtocol.call_ping(node, "QmPeer", validate=True, strict=True)
     with pytest.raises(protocol.ValidationError) as raised:

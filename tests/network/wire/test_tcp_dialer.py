@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -33,6 +34,7 @@ from swarm.network.wire.traffic import Traffic
 from swarm.network.wire.upload_rate import LineBytes
 from swarm.protocol.values.digests import digest_of
 from tests.network.conftest import LOOPBACK, Peers
+from tests.waiting import wait_until
 
 WAIT_S = 30.0
 CLIENT = NetworkSection(client_mode=True)
@@ -62,9 +64,7 @@ def ways_of(folder: Path, control: Any) -> TcpDialer:
 
 @pytest.fixture
 def libp2p_has_no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def none(*_: Any) -> socket.socket:
-        raise NoRoute("not in this test")
-
+    none = AsyncMock(side_effect=NoRoute("not in this test"))
     monkeypatch.setattr(transport, "open_stream", none)
 
 
@@ -227,7 +227,7 @@ def test_a_peer_without_a_way_is_asked_less_and_less_often() -> None:
     assert pauses == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0]
 
 
-def test_any_number_of_failures_in_a_row_has_a_pause(tmp_path: Path) -> None:
+async def test_any_number_of_failures_in_a_row_has_a_pause(tmp_path: Path) -> None:
     """Weeks of failed attempts, for a pair of peers that can both not be dialed."""
     num_failures = 5_000
 
@@ -235,51 +235,42 @@ def test_any_number_of_failures_in_a_row_has_a_pause(tmp_path: Path) -> None:
         async def call(self, p2p: Any, peer_id: str, *_: Any) -> bytes:
             raise NoRoute(peer_id)
 
-    async def run() -> None:
-        ways, way = ways_of(tmp_path, Nowhere()), None
-        for _ in range(num_failures):
-            with pytest.raises(NoRoute):
-                await ways.open_stream("hidden", PROTOCOL, 5.0)
-            way = ways._ways["hidden"]
-            assert way.not_before_s <= time.monotonic() + tcp_dialer.LONGEST_PAUSE_S
-            way.not_before_s = 0.0  # as if the pause had passed
-        assert way is not None and way.failures == num_failures
-
-    asyncio.run(run())
+    ways, way = ways_of(tmp_path, Nowhere()), None
+    for _ in range(num_failures):
+        with pytest.raises(NoRoute):
+            await ways.open_stream("hidden", PROTOCOL, 5.0)
+        way = ways._ways["hidden"]
+        assert way.not_before_s <= time.monotonic() + tcp_dialer.LONGEST_PAUSE_S
+        way.not_before_s = 0.0  # as if the pause had passed
+    assert way is not None and way.failures == num_failures
 
 
-def test_a_search_that_fails_by_a_fault_here_is_a_failure_with_a_pause(tmp_path: Path) -> None:
+async def test_a_search_that_fails_by_a_fault_here_has_a_pause(tmp_path: Path) -> None:
     class Faulty:
         async def call(self, p2p: Any, peer_id: str, *_: Any) -> bytes:
             raise OverflowError("a bug")
 
-    async def run() -> None:
-        ways = ways_of(tmp_path, Faulty())
-        for why in ("no direct way found", "a short while ago"):
-            with pytest.raises(NoRoute, match=why):
-                await ways.open_stream("other", PROTOCOL, 5.0)
-
-    asyncio.run(run())
+    ways = ways_of(tmp_path, Faulty())
+    for why in ("no direct way found", "a short while ago"):
+        with pytest.raises(NoRoute, match=why):
+            await ways.open_stream("other", PROTOCOL, 5.0)
 
 
-def test_a_search_that_is_cancelled_does_not_cancel_those_that_wait(tmp_path: Path) -> None:
+async def test_a_search_that_is_cancelled_does_not_cancel_those_that_wait(tmp_path: Path) -> None:
     class Slow:
         async def call(self, p2p: Any, peer_id: str, *_: Any) -> bytes:
             await asyncio.Event().wait()
             return b""
 
-    async def run() -> None:
-        ways = ways_of(tmp_path, Slow())
-        waiting = asyncio.create_task(ways.open_stream("other", PROTOCOL, 5.0))
-        await asyncio.sleep(0.01)
-        await ways.door.tasks.stop()
-        with pytest.raises(NoRoute):
-            await waiting
-
-    asyncio.run(run())
+    ways = ways_of(tmp_path, Slow())
+    waiting = asyncio.create_task(ways.open_stream("other", PROTOCOL, 5.0))
+    await asyncio.sleep(0.01)
+    await ways.door.tasks.stop()
+    with pytest.raises(NoRoute):
+        await waiting
 
 
-def test_ways_to_keys_that_nobody_has_are_forgotten_but_not_one_that_is_looked_for(
+async def test_ways_to_keys_that_nobody_has_are_forgotten_but_not_one_that_is_looked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     class Nowhere:
@@ -288,21 +279,18 @@ def test_ways_to_keys_that_nobody_has_are_forgotten_but_not_one_that_is_looked_f
                 await answered.wait()
             raise NoRoute(peer_id)
 
-    async def run() -> None:
-        ways = ways_of(tmp_path, Nowhere())
-        slow = asyncio.create_task(ways.open_stream("slow", PROTOCOL, 5.0))
-        await asyncio.sleep(0)
-        for number in range(500):
-            with pytest.raises(NoRoute):
-                await ways.open_stream(f"key-{number}", PROTOCOL, 5.0)
-        assert len(ways._ways) <= 101 and "slow" in ways._ways
-        answered.set()
-        with pytest.raises(NoRoute):
-            await slow
-
     monkeypatch.setattr(tcp_dialer, "MAX_WAYS", 100)
     answered = asyncio.Event()
-    asyncio.run(run())
+    ways = ways_of(tmp_path, Nowhere())
+    slow = asyncio.create_task(ways.open_stream("slow", PROTOCOL, 5.0))
+    await asyncio.sleep(0)
+    for number in range(500):
+        with pytest.raises(NoRoute):
+            await ways.open_stream(f"key-{number}", PROTOCOL, 5.0)
+    assert len(ways._ways) <= 101 and "slow" in ways._ways
+    answered.set()
+    with pytest.raises(NoRoute):
+        await slow
 
 
 def test_a_port_that_somebody_has_is_named(peers: Peers) -> None:
@@ -398,46 +386,38 @@ def test_a_peer_is_not_taken_for_another_one_at_its_address(peers: Peers, tmp_pa
         at_the_door(server, lambda connection: introduce(connection, me, other, PROTOCOL))
 
 
-def test_an_impostor_that_answers_is_found_out(tmp_path: Path) -> None:
+async def test_an_impostor_that_answers_is_found_out(tmp_path: Path) -> None:
     me, impostor = (load_or_create_identity(tmp_path / f"{n}.key") for n in "ab")
     expected = load_or_create_identity(tmp_path / "c.key").peer_id
+    here, there = socket.socketpair()
+    here.setblocking(False)
+    there.setblocking(False)
 
-    async def run() -> None:
-        here, there = socket.socketpair()
-        here.setblocking(False)
-        there.setblocking(False)
+    async def answer() -> None:
+        nonce = bytes(NONCE_BYTES)
+        await asyncio.get_running_loop().sock_sendall(there, nonce)
+        size = bytearray(2)
+        await receive_into(there, memoryview(size))
+        letter = bytearray(int.from_bytes(size, "big"))
+        await receive_into(there, memoryview(letter))
+        sealed = seal(impostor, EnvelopeKind.ANSWER, digest_of(bytes(letter)), b"")
+        await asyncio.get_running_loop().sock_sendall(
+            there, len(sealed).to_bytes(2, "big") + sealed
+        )
 
-        async def answer() -> None:
-            nonce = bytes(NONCE_BYTES)
-            await asyncio.get_running_loop().sock_sendall(there, nonce)
-            size = bytearray(2)
-            await receive_into(there, memoryview(size))
-            letter = bytearray(int.from_bytes(size, "big"))
-            await receive_into(there, memoryview(letter))
-            sealed = seal(impostor, EnvelopeKind.ANSWER, digest_of(bytes(letter)), b"")
-            await asyncio.get_running_loop().sock_sendall(
-                there, len(sealed).to_bytes(2, "big") + sealed
-            )
-
-        with here, there, pytest.raises(BadMessage, match="another peer"):
-            await asyncio.gather(introduce(here, me, expected, PROTOCOL), answer())
-
-    asyncio.run(run())
+    with here, there, pytest.raises(BadMessage, match="another peer"):
+        await asyncio.gather(introduce(here, me, expected, PROTOCOL), answer())
 
 
 @pytest.mark.parametrize("size", [0, 1, 513, 65_535])
-def test_a_letter_of_any_size_is_refused_or_none(tmp_path: Path, size: int) -> None:
+async def test_a_letter_of_any_size_is_refused_or_none(tmp_path: Path, size: int) -> None:
     me = load_or_create_identity(tmp_path / "me.key")
-
-    async def run() -> None:
-        here, there = socket.socketpair()
-        here.setblocking(False)
-        there.sendall(size.to_bytes(2, "big") + bytes(min(size, 4096)))
-        there.shutdown(socket.SHUT_WR)
-        with here, there, pytest.raises((BadMessage, ConnectionError)):
-            await admit(here, me)
-
-    asyncio.run(run())
+    here, there = socket.socketpair()
+    here.setblocking(False)
+    there.sendall(size.to_bytes(2, "big") + bytes(min(size, 4096)))
+    there.shutdown(socket.SHUT_WR)
+    with here, there, pytest.raises((BadMessage, ConnectionError)):
+        await admit(here, me)
 
 
 def test_who_says_nothing_is_shut_out_and_others_still_get_theirs(
@@ -459,10 +439,8 @@ def test_who_says_nothing_is_shut_out_and_others_still_get_theirs(
         for one in mute:
             one.close()
     assert server.traffic.refused["admitting_of_stranger"] > 0
-    end_s = time.monotonic() + WAIT_S
-    while len(server._ways.direct.door.tasks) > 3 and time.monotonic() < end_s:
-        time.sleep(0.05)
-    assert len(server._ways.direct.door.tasks) <= 3, "connections that ended are still served"
+    door = server._ways.direct.door
+    assert wait_until(lambda: len(door.tasks) <= 3), "connections that ended are still served"
 
 
 # ------------------------------------------------ transfers
@@ -554,77 +532,58 @@ def is_closed(connection: socket.socket) -> bool:
     return connection.fileno() == -1
 
 
-def test_a_stream_is_for_its_peer_and_its_protocol(ends: Ends) -> None:
-    async def scene() -> None:
-        kept, (mine, _) = StreamPool(), ends.pair()
-        kept.keep("A", BLOBS, mine)
-        assert kept.take("B", BLOBS) is None and kept.take("A", "/measure/1") is None
-        assert kept.take("A", BLOBS) is mine
-        assert kept.take("A", BLOBS) is None
-
-    asyncio.run(scene())
+async def test_a_stream_is_for_its_peer_and_its_protocol(ends: Ends) -> None:
+    kept, (mine, _) = StreamPool(), ends.pair()
+    kept.keep("A", BLOBS, mine)
+    assert kept.take("B", BLOBS) is None and kept.take("A", "/measure/1") is None
+    assert kept.take("A", BLOBS) is mine
+    assert kept.take("A", BLOBS) is None
 
 
-def test_one_that_the_other_side_has_ended_is_not_given_out(ends: Ends) -> None:
-    async def scene() -> None:
-        kept, (good, _), (ended, others) = StreamPool(), ends.pair(), ends.pair()
-        kept.keep("A", BLOBS, good)
-        kept.keep("A", BLOBS, ended)
-        others.close()
-        assert kept.take("A", BLOBS) is good
-        assert is_closed(ended) and not len(kept)
-
-    asyncio.run(scene())
+async def test_one_that_the_other_side_has_ended_is_not_given_out(ends: Ends) -> None:
+    kept, (good, _), (ended, others) = StreamPool(), ends.pair(), ends.pair()
+    kept.keep("A", BLOBS, good)
+    kept.keep("A", BLOBS, ended)
+    others.close()
+    assert kept.take("A", BLOBS) is good
+    assert is_closed(ended) and not len(kept)
 
 
-def test_one_on_which_something_came_that_nobody_asked_for_is_not_given_out(ends: Ends) -> None:
-    async def scene() -> None:
-        kept, (mine, others) = StreamPool(), ends.pair()
-        kept.keep("A", BLOBS, mine)
-        others.send(b"late")
-        assert kept.take("A", BLOBS) is None and is_closed(mine)
-
-    asyncio.run(scene())
+async def test_one_on_which_something_came_unasked_is_not_given_out(ends: Ends) -> None:
+    kept, (mine, others) = StreamPool(), ends.pair()
+    kept.keep("A", BLOBS, mine)
+    others.send(b"late")
+    assert kept.take("A", BLOBS) is None and is_closed(mine)
 
 
-def test_one_that_is_not_wanted_is_ended_before_the_other_side_does(
+async def test_one_that_is_not_wanted_is_ended_before_the_other_side_does(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp_dialer, "KEPT_S", 0.05)
-
-    async def scene() -> None:
-        kept, (mine, _), (taken, _) = StreamPool(), ends.pair(), ends.pair()
-        kept.keep("A", BLOBS, mine)
-        kept.keep("B", BLOBS, taken)
-        assert kept.take("B", BLOBS) is taken
-        await asyncio.sleep(0.2)
-        assert is_closed(mine) and not is_closed(taken) and not len(kept)
-
-    asyncio.run(scene())
+    kept, (mine, _), (taken, _) = StreamPool(), ends.pair(), ends.pair()
+    kept.keep("A", BLOBS, mine)
+    kept.keep("B", BLOBS, taken)
+    assert kept.take("B", BLOBS) is taken
+    await asyncio.sleep(0.2)
+    assert is_closed(mine) and not is_closed(taken) and not len(kept)
 
 
-def test_few_are_kept_of_a_peer_and_in_all_the_newest(ends: Ends) -> None:
-    async def scene() -> None:
-        kept = StreamPool()
-        of_a = [ends.pair()[0] for _ in range(MOST_OF_A_PEER + 1)]
-        for each in of_a:
-            kept.keep("A", BLOBS, each)
-        assert [is_closed(each) for each in of_a] == [True, *[False] * MOST_OF_A_PEER]
-        for number in range(MOST):
-            kept.keep(f"peer {number}", BLOBS, ends.pair()[0])
-        assert len(kept) == MOST and all(is_closed(each) for each in of_a)
-
-    asyncio.run(scene())
+async def test_few_are_kept_of_a_peer_and_in_all_the_newest(ends: Ends) -> None:
+    kept = StreamPool()
+    of_a = [ends.pair()[0] for _ in range(MOST_OF_A_PEER + 1)]
+    for each in of_a:
+        kept.keep("A", BLOBS, each)
+    assert [is_closed(each) for each in of_a] == [True, *[False] * MOST_OF_A_PEER]
+    for number in range(MOST):
+        kept.keep(f"peer {number}", BLOBS, ends.pair()[0])
+    assert len(kept) == MOST and all(is_closed(each) for each in of_a)
 
 
-def test_those_of_a_peer_that_is_silent_are_ended_and_others_stay(ends: Ends) -> None:
-    async def scene() -> None:
-        kept, (silent, _), (other, _) = StreamPool(), ends.pair(), ends.pair()
-        kept.keep("A", BLOBS, silent)
-        kept.keep("B", BLOBS, other)
-        kept.drop("A")
-        assert is_closed(silent) and not is_closed(other)
-        kept.close()
-        assert is_closed(other)
-
-    asyncio.run(scene())
+async def test_those_of_a_peer_that_is_silent_are_ended_and_others_stay(ends: Ends) -> None:
+    kept, (silent, _), (other, _) = StreamPool(), ends.pair(), ends.pair()
+    kept.keep("A", BLOBS, silent)
+    kept.keep("B", BLOBS, other)
+    kept.drop("A")
+    assert is_closed(silent) and not is_closed(other)
+    kept.close()
+    assert is_closed(other)

@@ -60,9 +60,7 @@ def test_whoever_was_idle_has_one_burst_at_once_and_no_more() -> None:
 
 @pytest.mark.parametrize("num_streams", [1, 3, 8])
 @pytest.mark.parametrize("mbit", [3.0, 20.0])
-def test_a_cap_a_little_below_the_line_never_fills_a_routers_queue(
-    mbit: float, num_streams: int
-) -> None:
+def test_a_cap_below_the_line_never_fills_a_routers_queue(mbit: float, num_streams: int) -> None:
     """All streams begin at once on a machine that was idle. Headers add 4 % to the payload."""
     throttle, line = Throttle(0.92 * mbit), Line(mbit)
     bucket = Bucket(throttle.bytes_per_s)

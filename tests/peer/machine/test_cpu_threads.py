@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -116,8 +117,7 @@ def test_what_is_measured_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> Non
     plain = new_engine(RUN, [0, 2])
     random_state = torch.get_rng_state()
     for step in range(3):
-        found = measuring.step(batch(RUN, step), lr=1e-2)
-        assert found == plain.step(batch(RUN, step), lr=1e-2)
+        assert measuring.step(batch(RUN, step), lr=1e-2) == plain.step(batch(RUN, step), lr=1e-2)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert same(measuring.read(all_names(RUN)), plain.read(all_names(RUN)))
     assert same(dict(measuring.state_dict().tensors), dict(plain.state_dict().tensors))
@@ -177,9 +177,7 @@ def test_threads_are_measured_only_where_there_is_a_choice(
     assert isinstance(made_for(RUN, tmp_path), ThreadedEngine)
 
 
-def test_threads_that_were_asked_for_are_obeyed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_threads_asked_for_are_obeyed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     start_threads(ComputeSection(device="cpu", threads=2))
     engine = made_for(tiny_run(), tmp_path, threads=2)
@@ -190,9 +188,7 @@ def test_threads_that_were_asked_for_are_obeyed(
     assert "threads: 2 (as asked for)" in caplog.text
 
 
-def test_a_run_that_is_exact_gets_one_thread(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_exact_run_gets_one_thread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     exact = tiny_run()
     assert is_exact(exact)
@@ -304,16 +300,14 @@ def test_steps_that_become_half_as_slow_again_are_measured_again_after_a_rest() 
     assert "1.60 times" in next(answer for _, answer in answers if answer)
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.4, 0.7])
-def test_steps_that_stay_about_as_fast_are_never_measured_again(factor: float) -> None:
+@pytest.mark.parametrize(
+    "later",
+    [[1.0] * 1000, [1.4] * 1000, [0.7] * 1000, [1.0, 1.0, 30.0] * 100],
+    ids=["as fast", "slower", "faster", "single slow ones"],
+)
+def test_steps_that_stay_about_as_fast_are_never_measured_again(later: list[float]) -> None:
     watch = StepWatch(measured_s=0.0)
-    times = [1.0] * WINDOW + [factor] * 1000
-    assert not any(watch.saw(seconds, 1e6 + k) for k, seconds in enumerate(times))
-
-
-def test_single_slow_steps_do_not_count() -> None:
-    watch = StepWatch(measured_s=0.0)
-    times = [1.0] * WINDOW + [1.0, 1.0, 30.0] * 100
+    times = [1.0] * WINDOW + later
     assert not any(watch.saw(seconds, 1e6 + k) for k, seconds in enumerate(times))
 
 
@@ -333,8 +327,7 @@ def test_results_come_in_the_order_of_the_items_from_as_many_threads():
         return 10 * item, torch.get_num_threads()
 
     usual = torch.get_num_threads()
-    found = UnitThreads(3).each(work, [3, 1, 2], WORTH_ELEMENTS)
-    assert found == [(30, 1), (10, 1), (20, 1)]
+    assert UnitThreads(3).each(work, [3, 1, 2], WORTH_ELEMENTS) == [(30, 1), (10, 1), (20, 1)]
     assert torch.get_num_threads() == usual
 
 
@@ -364,8 +357,6 @@ def test_an_error_is_raised_when_all_have_ended_and_nothing_new_is_begun():
 
 
 def test_threads_that_cannot_be_started_are_done_without(monkeypatch):
-    def cannot(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
+    cannot = Mock(side_effect=RuntimeError("can't start new thread"))
     monkeypatch.setattr(threading.Thread, "start", cannot)
     assert UnitThreads(4).each(str, range(3), WORTH_ELEMENTS) == ["0", "1", "2"]

@@ -78,9 +78,7 @@ def test_a_damaged_file_is_passed_over(path: Path, content: str) -> None:
     assert start(given(), path) == PeerConfig()
 
 
-def test_a_peer_that_only_dialled_out_does_so_again_until_it_is_told_where_to_listen(
-    path: Path,
-) -> None:
+def test_a_peer_that_only_dialled_out_does_so_until_told_where_to_listen(path: Path) -> None:
     start(given("network.client_mode=true"), path)
     assert start(given(), path).network.client_mode
     assert start(given("peer.name=home"), path).network.client_mode

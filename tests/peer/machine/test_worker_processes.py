@@ -2,10 +2,12 @@
 
 import logging
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,6 +36,18 @@ from tests.train.runs import tiny_run
 RUN, IN_BF16 = tiny_run(), tiny_run(train={"compute": "bf16"})
 OPTIONS = EngineOptions.of(RUN)
 NODE = Machine("cuda", 80e9, 800e9, 1e12, cores=64)
+
+
+@pytest.fixture
+def options_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Callable[[ComputeSection], list[EngineOptions]]:
+    """The chosen and the lower levels of a peer's engine, which is not started."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(
+        "swarm.peer.machine.worker_processes.ParallelEngine", lambda run, options, *_, **__: options
+    )
+    return lambda compute: cast(Any, engine_for(RUN, compute, tmp_path))
 
 
 def test_all_gpus_are_taken_or_as_many_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,14 +139,10 @@ def test_workers_stream_in_one_machine_from_one_copy_that_is_not_cut() -> None:
 
 
 def test_a_peers_workers_stream_where_it_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    options_for: Callable[[ComputeSection], list[EngineOptions]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(
-        "swarm.peer.machine.worker_processes.ParallelEngine", lambda run, options, *_, **__: options
-    )
     compute = ComputeSection(device="cpu", parallel=2, engine="streaming")
-    with caplog.at_level(logging.INFO):
-        options: Any = engine_for(RUN, compute, tmp_path)
+    options = options_for(compute)
     assert {each.kind for each in options} == {EngineKind.STREAMING}
     assert "engine: streaming, every layer is streamed: the fastest that fits" in caplog.text
 
@@ -192,15 +202,11 @@ def test_workers_are_planned_with_what_they_reach_each_other_by() -> None:
 
 
 def test_a_peers_engine_deals_experts_out_where_it_is_asked_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    options_for: Callable[[ComputeSection], list[EngineOptions]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(
-        "swarm.peer.machine.worker_processes.ParallelEngine", lambda run, options, *_, **__: options
-    )
     for asked, ep in ((0, 1), (1, 1), (2, 2)):
         compute = ComputeSection(device="cpu", parallel=2, expert_parallel=asked)
-        with caplog.at_level(logging.INFO):
-            options: Any = engine_for(RUN, compute, tmp_path)
+        options = options_for(compute)
         assert options[0].ep == ep
         chosen = caplog.messages[0].partition(": the fastest")[0]  # the next best comes after
         assert ("experts dealt out over 2" in chosen) == (ep == 2)
@@ -210,30 +216,21 @@ def test_a_peers_engine_deals_experts_out_where_it_is_asked_to(
 def test_a_peers_engine_is_of_as_many_workers_as_it_asks_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = []
-
-    def start(place: Place, *_: object) -> Crew:
-        places.append(place)
-        raise ConfigError("no process is started here")
-
+    start = Mock(side_effect=ConfigError("no process is started here"))
     monkeypatch.setattr("swarm.peer.machine.worker_processes.Crew", start)
     compute = ComputeSection(device="cpu", parallel=2)
     with pytest.raises(ConfigError, match="no process is started here"):
         engine_for(RUN, compute, tmp_path)
-    assert places == [Place(2, "cpu", 1, "gloo")]
+    assert [call.args[0] for call in start.call_args_list] == [Place(2, "cpu", 1, "gloo")]
 
 
 def test_a_peers_engine_is_a_pipeline_where_it_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    options_for: Callable[[ComputeSection], list[EngineOptions]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(
-        "swarm.peer.machine.worker_processes.ParallelEngine", lambda run, options, *_, **__: options
-    )
     compute = ComputeSection(
         device="cpu", parallel=2, pipeline=2, pipeline_schedule="gpipe", recompute="none"
     )
-    with caplog.at_level(logging.INFO):
-        options: Any = engine_for(RUN, compute, tmp_path)
+    options = options_for(compute)
     assert {(each.pp, each.ep, each.schedule) for each in options} == {(2, 1, "gpipe")}
     assert "a pipeline of 2 stages (gpipe; layers 0-0 | 1-1, with the head" in caplog.messages[0]
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -107,15 +108,9 @@ class Joining(Entering):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         super().__init__(monkeypatch, folder)
-
-        async def shows(*_: object) -> Shown:
-            return Shown(Record(OWN, CERTIFICATE, FOUNDING), PATH[:2])
-
-        async def nothing(*_: object) -> dict[str, Any]:
-            return {}
-
+        shows = AsyncMock(return_value=Shown(Record(OWN, CERTIFICATE, FOUNDING), PATH[:2]))
         for name in ("present_peers", "measure_line"):
-            monkeypatch.setattr(entry, name, nothing)
+            monkeypatch.setattr(entry, name, AsyncMock(return_value={}))
         monkeypatch.setattr(entry, "newest_tip", shows)
         for name in ("layout_of", "require_admission", "missing_bytes"):
             monkeypatch.setattr(entry, name, lambda *_: None)
@@ -160,11 +155,7 @@ def test_nothing_is_fetched_of_a_state_for_which_the_months_bytes_are_too_few(
 ) -> None:
     peer = Joining(monkeypatch, tmp_path)
     fetched: list[object] = []
-
-    def too_few(*_: object) -> None:
-        raise DataQuotaSpent("too few")
-
-    peer.quota.require_room = too_few
+    peer.quota.require_room = Mock(side_effect=DataQuotaSpent("too few"))
     monkeypatch.setattr(entry, "fetch_newest_state", fetched.append)
     with pytest.raises(DataQuotaSpent, match="too few"):
         peer.joined()
@@ -186,21 +177,17 @@ def test_what_a_join_knows_is_on_disk_before_the_model_is_fetched(
     peer.wanted, peer.credential = Wanted(vouched=OWN.digest), credential
     shown: list[Any] = []
 
-    async def killed(*_: object, **__: object) -> Shown:
-        raise Killed
-
     async def shows(*asked: object) -> Shown:
         shown.append(asked[-1])
         return Shown(Record(OWN, CERTIFICATE, FOUNDING), PATH[:2])
 
     monkeypatch.setattr(entry, "newest_tip", shows)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(entry, "fetch_newest_state", killed)
+        patch.setattr(entry, "fetch_newest_state", AsyncMock(side_effect=Killed))
         peer.joined()
     assert (peer.state.current_run, peer.state.peers) == ("run", 1)
     assert not peer.directory.record_path.exists(), "nothing to be resumed"
     assert peer.directory.read_entered_by() == ("B",), "not a peer without a record in the run"
-
     admitted: list[Any] = []
     monkeypatch.setattr(entry, "require_admission", lambda *asked: admitted.append(asked[-1]))
     peer.wanted, peer.credential = Wanted(), None
@@ -218,11 +205,7 @@ def test_a_newcomer_that_is_refused_keeps_what_it_had(
     good, bad = (credential_for(invite(key, "run", uses=n, last_round=9), key) for n in (1, 2))
     peer.directory.write_credential(good)
     peer.wanted, peer.credential = Wanted(vouched=OWN.digest), bad
-
-    def refuse(*_: object) -> None:
-        raise InvitationError("used up")
-
-    monkeypatch.setattr(entry, "require_admission", refuse)
+    monkeypatch.setattr(entry, "require_admission", Mock(side_effect=InvitationError("used up")))
     with pytest.raises(InvitationError):
         peer.joined()
     assert (peer.directory.read_credential(), peer.directory.read_vouched()) == (good, None)
@@ -241,10 +224,7 @@ def test_what_was_changed_since_a_join_that_was_killed_is_not_taken_for_the_stat
         pack.write_bytes(pack.read_bytes().replace(value, b"Value" * 100))
     assert BlobStore(tmp_path).has(digest_of(value))
     peer = Joining(monkeypatch, tmp_path)
-
-    async def shows(*_: object) -> Shown:
-        return Shown(Record(tip, CERTIFICATE, FOUNDING), PATH[:2])
-
+    shows = AsyncMock(return_value=Shown(Record(tip, CERTIFICATE, FOUNDING), PATH[:2]))
     monkeypatch.setattr(entry, "newest_tip", shows)
     assert not peer.joined().store.has(digest_of(value)), "it is fetched again"
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -176,13 +177,8 @@ def test_a_peer_that_founds_another_run_is_not_in_the_one_on_disk(machine: Machi
 def test_a_peer_with_an_old_run_neither_resumes_it_nor_founds_a_new_one(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def nothing(*_: object, **__: object) -> None: ...
-
-    async def none(*_: object) -> list[object]:
-        return []
-
-    monkeypatch.setattr(run_search, "find_run", nothing)
-    monkeypatch.setattr(run_search, "runs_here", none)
+    monkeypatch.setattr(run_search, "find_run", AsyncMock(return_value=None))
+    monkeypatch.setattr(run_search, "runs_here", AsyncMock(return_value=[]))
     for wanted in (Wanted(), Wanted(run=ANOTHER), Wanted(run=ANOTHER, beside_others=True)):
         with pytest.raises(NobodyReachable, match=DEAD):
             machine.starter(wanted).resume_or_join()
@@ -230,10 +226,7 @@ def test_a_join_that_was_given_up_leaves_a_way_back_to_the_run_before(
     begun = machine.founder.found()
     begun.directory.record_path.unlink()
     assert (state.current_run, state.last_run) == (begun.run_id, first)
-
-    async def nothing(*_: object, **__: object) -> None: ...
-
-    monkeypatch.setattr(run_search, "find_run", nothing)
+    monkeypatch.setattr(run_search, "find_run", AsyncMock(return_value=None))
     with pytest.raises(
         NobodyReachable, match=f"this peer was joining {begun.run_id}.*--run-id {first}"
     ):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -75,9 +76,7 @@ def test_a_founder_owns_what_fits_its_machine_from_the_start(
 def test_a_disk_that_fills_up_while_a_run_is_founded_is_as_it_was(
     founder: Founder, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr({"sync": BlobStore, "write": RecordFile}[step], step, full)
     with pytest.raises(OSError, match="No space left"):
         founder.found()
@@ -106,9 +105,7 @@ def test_what_comes_of_a_run_that_another_peer_founded_is_kept(founder: Founder)
     assert theirs.run_id in founder.runs()
 
 
-def test_a_founder_that_is_stopped_while_it_reads_its_text_has_founded_nothing(
-    founder: Founder,
-) -> None:
+def test_a_founder_that_is_stopped_while_it_reads_has_founded_nothing(founder: Founder) -> None:
     """A signal need not wait for the end of the text, which may take hours."""
     starter, read = founder.starter("me"), list[int]()
 

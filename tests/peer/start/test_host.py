@@ -27,9 +27,7 @@ def host(config: PeerConfig) -> Host:
 
 
 @pytest.mark.parametrize("length", [3, 59, 60, 64])
-def test_the_name_of_any_host_may_be_published(
-    monkeypatch: pytest.MonkeyPatch, length: int
-) -> None:
+def test_any_hosts_name_may_be_published(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "h" * length)
     name = host(PeerConfig()).name
     assert TypeAdapter(Word).validate_python(name) == name

@@ -165,9 +165,7 @@ def test_a_line_is_measured_with_a_few_that_are_drawn(monkeypatch: pytest.Monkey
     assert len(sets) > 10
 
 
-def test_an_uplink_is_measured_without_a_byte_of_others_uplinks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_uplink_is_measured_without_others_uplinks(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = Measured(monkeypatch)
     asyncio.run(measure_full_uplink(measured.node, measured.present))
     assert [is_down for _, is_down in measured.asked] == [False] * ASKED
@@ -197,9 +195,7 @@ def test_an_uplink_that_changed_counts_after_two_tests_and_none_for_longer_than_
     assert measured.lines.up_mbit is None
 
 
-def test_a_test_that_is_broken_off_counts_with_what_it_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_test_that_is_broken_off_counts_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def uplinks() -> Iterator[tuple[float, None]]:
         yield 5.0, None
         raise TimeoutError
@@ -255,8 +251,7 @@ def test_a_receiver_agrees_with_itself_only_where_there_is_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise a receiver with a slow line would make all others look slow."""
-    uplinks = [(5.0, 5.0)] * 9
-    measured = Measured(monkeypatch, uplinks=uplinks)
+    measured = Measured(monkeypatch, uplinks=[(5.0, 5.0)] * 9)
     measured.present = {"A": record()}
     asyncio.run(measure_full_uplink(measured.node, measured.present))
     assert agreed_mbit(measured.lines.full_mbit) is None

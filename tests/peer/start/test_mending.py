@@ -66,8 +66,7 @@ def test_a_damaged_file_that_the_run_id_binds_is_written_anew(
     path.unlink()
     if content is not None:
         path.write_bytes(content)
-    mended = settings_of(NAME, directory, Record(FIRST, None, None), store)
-    assert mended == (RUN, FIRST)
+    assert settings_of(NAME, directory, Record(FIRST, None, None), store) == (RUN, FIRST)
     assert (directory.read_config(), directory.read_founding()) == (RUN, FIRST)
 
 
@@ -80,9 +79,7 @@ def test_what_is_not_in_the_store_either_is_an_error_with_a_way_out(
         settings_of(NAME, directory, Record(FIRST, None, None), BlobStore(directory.path))
 
 
-def test_a_configuration_of_another_version_is_an_error_and_no_traceback(
-    directory: RunDirectory,
-) -> None:
+def test_a_configuration_of_another_version_is_a_clear_error(directory: RunDirectory) -> None:
     old = RUN.canonical_json().replace(b'"rounds"', b'"turns"')
     store = BlobStore(directory.path)
     store.sync([store.put(old)])
@@ -140,9 +137,7 @@ def test_damaged_values_that_no_tip_has_yet_are_dropped_too(tmp_path: Path) -> N
     assert not again.has(digest_of(offered)) and again.has(digest_of(kept))
 
 
-def test_the_round_before_is_taken_though_both_record_files_have_the_damaged_one(
-    tmp_path: Path,
-) -> None:
+def test_the_round_before_is_taken_though_both_record_files_are_damaged(tmp_path: Path) -> None:
     """A promise or vote for the next round makes a new record with the same tip."""
     file = RecordFile(tmp_path / "record")
     file.write(NEWEST, [Link(FIRST.head), Link(SECOND.head, CERTIFICATE)])

@@ -46,9 +46,7 @@ class Sent:
 class Measured:
     """A peer's measurements and partners. Its uplink is full at `full_mbit`."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, folder: Path, *, cap_mbit: float | None = None
-    ) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.calls: list[object] = []
         self.caps: list[float | None] = []
         """The cap during its measurements."""
@@ -57,7 +55,7 @@ class Measured:
         self.now, self.is_down = 0.0, False
         self.status = SimpleNamespace(missed=0, manifest=SimpleNamespace(members={"A": 1}))
         self.state = SimpleNamespace(line_path=folder / "line")
-        self.begins_anew(cap_mbit)
+        self.begins_anew()
         monkeypatch.setattr(link_monitor, "present_peers", self.present)
         monkeypatch.setattr(link_monitor, "measure_full_uplink", self.measure)
         self.node: Any = self
@@ -124,10 +122,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measured:
     return Measured(monkeypatch, tmp_path)
 
 
-def test_who_is_left_out_time_and_again_measures_its_line_once_each_time(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    measured = Measured(monkeypatch, tmp_path, cap_mbit=1.0)
+def test_who_is_left_out_repeatedly_measures_its_line_once_each_time(measured: Measured) -> None:
+    measured.begins_anew(cap_mbit=1.0)
     line, counts = measured.watched(), []
     for measured.status.missed in (0, 1, 2, 3, 3, 4, 5, 6, 0, 0, 1, 2, 3):
         measured.beats(line)
@@ -178,9 +174,7 @@ def test_all_that_gather_are_asked_and_members_alone_in_a_run(measured: Measured
     assert measured.calls[1] == {"A": "its record"}
 
 
-def test_a_cap_is_no_lower_than_three_quarters_of_what_the_line_was_seen_to_carry(
-    measured: Measured,
-) -> None:
+def test_a_cap_is_at_least_three_quarters_of_what_the_line_has_carried(measured: Measured) -> None:
     measured.knows(19.5, 3.0, 3.0)
     measured.traffic.sent.mbit = 16.0
     assert measured.starts() == pytest.approx(12.0)
@@ -192,18 +186,14 @@ def test_a_joiners_line_was_measured_before_and_counts(measured: Measured) -> No
     assert not measured.calls
 
 
-def test_the_cap_that_a_person_has_set_stays(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    measured = Measured(monkeypatch, tmp_path, cap_mbit=5.0)
+def test_the_cap_that_a_person_has_set_stays(measured: Measured) -> None:
+    measured.begins_anew(cap_mbit=5.0)
     measured.full_mbit = [19.0, 20.0]
     assert measured.starts() == 5.0
     assert measured.beats(measured.watched(), 20) == 0
 
 
-def test_what_was_not_agreed_at_first_is_measured_again_in_a_quiet_moment(
-    measured: Measured,
-) -> None:
+def test_what_was_not_agreed_at_first_is_measured_in_a_quiet_moment(measured: Measured) -> None:
     measured.full_mbit = [20.0]
     assert measured.starts() is None
     line = measured.watched()
@@ -283,9 +273,7 @@ def test_uplink_and_cap_follow_a_line_that_got_slower_and_faster_again(
     assert (measured.published, measured.cap) == (80.0, None)
 
 
-def test_what_others_take_has_a_line_measured_that_got_slower_within_two_quiet_moments(
-    measured: Measured,
-) -> None:
+def test_what_others_take_shows_a_slower_line_in_two_quiet_moments(measured: Measured) -> None:
     measured.up_mbit = 80.0
     measured.starts()
     line = measured.watched()
@@ -306,12 +294,9 @@ def test_receivers_that_are_thin_themselves_cost_few_tests(measured: Measured) -
     assert measured.published == 80.0
 
 
-def test_what_was_seen_long_ago_does_not_outlive_two_tests_that_say_otherwise(
-    measured: Measured,
-) -> None:
+def test_what_was_seen_long_ago_ends_with_two_tests_that_deny_it(measured: Measured) -> None:
     """By the real count of the others' rates, with windows of a day."""
-    clock = lambda: measured.now  # noqa: E731
-    sent = measured.traffic.sent = UploadRate(clock)
+    sent = measured.traffic.sent = UploadRate(lambda: measured.now)
     measured.now = 100.0
     sent._rates.add(80.0, measured.now)
     assert measured.published == 80.0
@@ -322,10 +307,8 @@ def test_what_was_seen_long_ago_does_not_outlive_two_tests_that_say_otherwise(
     assert measured.published == pytest.approx(6.0)
 
 
-def test_under_a_persons_cap_the_line_is_tested_twice_a_day(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    measured = Measured(monkeypatch, tmp_path, cap_mbit=50.0)
+def test_under_a_persons_cap_the_line_is_tested_twice_a_day(measured: Measured) -> None:
+    measured.begins_anew(cap_mbit=50.0)
     measured.up_mbit = 50.0
     measured.starts()
     line, counts = measured.watched(), []
@@ -341,9 +324,7 @@ def test_under_a_persons_cap_the_line_is_tested_twice_a_day(
 # ------------------------------------------------ a peer that comes back
 
 
-def test_a_peer_that_comes_back_soon_goes_by_what_it_knew_and_measures_when_all_is_quiet(
-    measured: Measured,
-) -> None:
+def test_a_peer_that_is_soon_back_uses_what_it_knew_and_measures_later(measured: Measured) -> None:
     measured.up_mbit, measured.full_mbit = 20.0, [20.0, 20.0]
     measured.starts()
     measured.begins_anew()

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -63,14 +64,11 @@ class Entrance:
 
 @pytest.fixture
 def entrance(monkeypatch: pytest.MonkeyPatch) -> Entrance:
-    async def nothing(_: object) -> list[Announced]:
-        return []
-
     async def opened(announced: Announced, *_: object, **__: object) -> Opened:
         fits = announced.record.fingerprint == RUN.fingerprint()
         return Opened(announced, RUN if fits else ANOTHER, None)
 
-    monkeypatch.setattr(run_search, "announced_runs", nothing)
+    monkeypatch.setattr(run_search, "announced_runs", AsyncMock(return_value=[]))
     monkeypatch.setattr(run_search, "open_run", opened)
     monkeypatch.setattr(run_search, "POLL_S", 0.001)
     for name in ("FIND_S", "FIND_BEFORE_FOUNDING_S", "ASK_EVERY_S"):
@@ -125,9 +123,7 @@ def test_how_long_is_looked_depends_on_which_run_is_prepared(entrance: Entrance)
         assert asyncio.run(patience.more_s()) == (bootstrap_search.ASK_EVERY_S if waits else 0.0)
 
 
-def test_no_run_is_founded_beside_another_that_is_prepared_without_a_word(
-    entrance: Entrance,
-) -> None:
+def test_no_run_is_founded_beside_another_that_is_silently_prepared(entrance: Entrance) -> None:
     entrance.answers = [encode_preparing(ANOTHER.fingerprint())]
     host, none = host_of(entrance), Any
     with pytest.raises(RunMismatch, match=r"peer M founds a run there.*--new-run"):

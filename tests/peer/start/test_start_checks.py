@@ -57,9 +57,7 @@ def test_a_run_that_is_not_there_is_not_waited_for(state: StateDirectory) -> Non
     require_way_in(Wanted(run_id=OTHER), (), state)
 
 
-def test_the_only_run_is_meant_where_the_name_of_the_current_one_is_lost(
-    state: StateDirectory,
-) -> None:
+def test_the_only_run_is_meant_where_the_current_ones_name_is_lost(state: StateDirectory) -> None:
     with_runs(state, ONE)
     assert state.current_run == ONE
     assert current_run_of(state.path, None)[0] == ONE
@@ -122,9 +120,7 @@ def test_a_run_that_is_over_keeps_nobody_from_founding_another(tmp_path: Path, l
 
 
 @pytest.mark.parametrize("missing", [True, False])
-def test_a_run_that_may_not_be_over_is_no_reason_to_found_another(
-    tmp_path: Path, missing: bool
-) -> None:
+def test_a_run_that_may_go_on_is_no_reason_to_found_another(tmp_path: Path, missing: bool) -> None:
     """A killed join has no record yet. A damaged record proves nothing."""
     state, name = founded(tmp_path, with_rounds(8), at_round=8)
     record = state.run(name).record_path

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -56,8 +57,7 @@ def said(node: Any, caplog: pytest.LogCaptureFixture, times: int = 1) -> str:
 def test_a_clock_that_is_none_of_the_others_is_said_once(
     caplog: pytest.LogCaptureFixture, ahead_s: float, words: str
 ) -> None:
-    node = Neighbours(a=ahead_s, b=ahead_s * 2, c=None)
-    text = said(node, caplog, times=3)
+    text = said(Neighbours(a=ahead_s, b=ahead_s * 2, c=None), caplog, times=3)
     assert text.count("the clock of this peer's records is") == text.count(f"{words} ") == 1
     assert "gave the time (2)" in text and "timedatectl set-ntp true" in text
 
@@ -117,8 +117,7 @@ def test_the_limit_is_the_one_of_the_network_and_of_the_doctor() -> None:
 
 
 def test_a_peer_compares_clocks_once_it_is_in_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def nothing(*_: object) -> None:
-        pass
+    nothing = AsyncMock(return_value=None)
 
     async def compare() -> None:
         compared.set()
@@ -159,8 +158,7 @@ def test_a_steady_publication_reads_one_key_of_presence(monkeypatch: pytest.Monk
     def seen(records: Mapping[str, PeerRecord]) -> None:
         present.append(sorted(records))
 
-    async def nothing(*_: object) -> None:
-        pass
+    nothing = AsyncMock(return_value=None)
 
     async def fetch_records(_: object, __: object, keys: list[str]) -> dict[str, Any]:
         asked.append(len(keys))

@@ -48,8 +48,7 @@ def test_the_convener_tells_why_it_closed_the_roster_without_somebody() -> None:
     ]
     why = why_close(OpenRoster(60.0, 60.0, 3, 5, True, 5.0, absent), Timers())
     assert why
-    tip = replace(TIP, contributors=("A",))
-    told = left_out_by([Reason(Topic.ROUND, why)], tip)
+    told = left_out_by([Reason(Topic.ROUND, why)], replace(TIP, contributors=("A",)))
     assert told["C"].startswith("silent for 30.0 s (limit ")
     assert told["B"].startswith("needs 500.0 s more, which costs 3 peers more than its 1.0 s")
 
@@ -78,8 +77,7 @@ def test_the_convener_tells_of_lines_values_and_offers_that_it_did_not_take(
     text: str, refused: str, words: str
 ) -> None:
     topic = Topic.REFUSED if refused else Topic.ROUND
-    told = left_out_by([Reason(topic, text, refused)], TIP)
-    assert words in told["C"]
+    assert words in left_out_by([Reason(topic, text, refused)], TIP)["C"]
     assert left_out_by([Reason(topic, text.replace(" C ", " B "), refused)], TIP) == {}
 
 
@@ -100,10 +98,7 @@ def test_what_the_machine_waits_for_is_told_and_remembered_for_the_round() -> No
         if len(tries) < 2:
             raise StateError("the pack at /home/me/7.pack") from OSError(errno.ENOSPC, "full")
 
-    def sleep(_: float) -> None:
-        tries.append(account.trouble())
-
-    disk_retry.patiently(write, "offered value", sleep)
+    disk_retry.patiently(write, "offered value", lambda _: tries.append(account.trouble()))
     assert tries == ["offered value: No space left on device (free some space)"] * 2
     assert account.trouble() == ""
     why = account.close(report(), 9.0, {}, NOTHING).why_not

@@ -148,9 +148,7 @@ def test_a_record_is_one_that_others_can_read(status: PeerStatus) -> None:
     assert decode_record(PeerRecord, encode_record(record)) == record
 
 
-def test_generation_round_digest_and_owned_experts_come_from_one_manifest(
-    status: PeerStatus,
-) -> None:
+def test_generation_round_digest_and_experts_come_from_one_manifest(status: PeerStatus) -> None:
     watch(status)
     status.applied(report(successor(TIP)))
     record = status.record()
@@ -220,9 +218,7 @@ def test_a_round_s_bytes_are_those_since_the_manifest_before(
     assert events(status)[-1]["blobs_sent"] == 1070
 
 
-def test_refusals_of_protocol_and_network_are_one_count(
-    status: PeerStatus, node: SimpleNamespace
-) -> None:
+def test_refusals_of_protocol_and_network_add_up(status: PeerStatus, node: SimpleNamespace) -> None:
     watch(status, protocol=1, bad_signature=2)
     node.traffic.refuse("bad_signature")
     node.traffic.refuse("blob_digest")
@@ -273,9 +269,7 @@ def test_a_held_out_loss_that_no_record_has_is_said_and_not_published(
     assert f"round=1 has a held-out loss of {val_loss}" in caplog.text
 
 
-def test_the_history_of_held_out_losses_is_bounded_and_without_the_newest(
-    status: PeerStatus,
-) -> None:
+def test_the_history_of_held_out_losses_is_bounded_without_the_newest(status: PeerStatus) -> None:
     manifest = TIP
     for _ in range(MAX_RECENT + 5):
         manifest = successor(manifest)
@@ -283,8 +277,7 @@ def test_the_history_of_held_out_losses_is_bounded_and_without_the_newest(
     validation = status.validation
     assert validation is not None
     assert validation.val_loss == validation.round == MAX_RECENT + 5
-    rounds = [round_ for round_, _ in validation.recent]
-    assert rounds == list(range(5, MAX_RECENT + 5))
+    assert [round_ for round_, _ in validation.recent] == list(range(5, MAX_RECENT + 5))
 
 
 def test_what_others_should_hear_of_soon_asks_for_publication(status: PeerStatus) -> None:
@@ -352,9 +345,7 @@ def test_a_record_of_a_very_large_model_leaves_out_the_shares(status: PeerStatus
     assert decode_record(PeerRecord, encode_record(record)) == record
 
 
-def test_the_last_training_round_is_in_the_record_and_a_merge_does_not_hide_it(
-    status: PeerStatus,
-) -> None:
+def test_the_last_training_round_is_published_and_no_merge_hides_it(status: PeerStatus) -> None:
     watch(status)
     assert status.record().last_round is None
     status.begin(PeerState.TRAINING)
@@ -404,8 +395,7 @@ def test_a_peer_that_no_round_waits_for_is_told_so(
     status.tokens_per_s, tip = 10.0, TIP
     for number in range(1, 8):
         tip = successor(tip)
-        late = replace(report(tip), counted=number == 4)
-        status.applied(late)
+        status.applied(replace(report(tip), counted=number == 4))
         told = [r.message for r in caplog.records if "went on without this peer" in r.message]
         assert len(told) == (0 if number < 3 else 1 if number < 7 else 2)
     status.applied(replace(report(successor(tip), None), counted=False))  # it catches up

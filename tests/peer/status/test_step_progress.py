@@ -4,13 +4,7 @@ import pytest
 
 from swarm.peer.status.status import StepProgress
 from swarm.train.engine.engine import StepStats
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.fake_time import Time
 
 
 def step(cross_entropy: float, *, skipped: bool = False) -> StepStats:
@@ -21,7 +15,7 @@ def step(cross_entropy: float, *, skipped: bool = False) -> StepStats:
 
 
 def test_a_line_has_the_step_of_the_round_the_loss_the_pace_and_what_is_left() -> None:
-    clock, said = Clock(), list[str]()
+    clock, said = Time(), list[str]()
     progress = StepProgress(said.append, clock)
     progress.begin(3, 8)
     for done in range(50):
@@ -35,7 +29,7 @@ def test_a_line_has_the_step_of_the_round_the_loss_the_pace_and_what_is_left() -
 
 
 def test_steps_that_were_done_before_an_interruption_are_counted_and_not_timed() -> None:
-    clock, said = Clock(), list[str]()
+    clock, said = Time(), list[str]()
     progress = StepProgress(said.append, clock)
     progress.begin(1, 2)
     progress.planned(40, 10)
@@ -45,7 +39,7 @@ def test_steps_that_were_done_before_an_interruption_are_counted_and_not_timed()
 
 
 def test_a_step_without_a_finite_loss_does_not_spoil_the_mean() -> None:
-    progress = StepProgress(lambda _: None, Clock())
+    progress = StepProgress(lambda _: None, Time())
     progress.begin(1, 2)
     progress.planned(0, 2)
     progress.stepped(step(float("nan"), skipped=True))

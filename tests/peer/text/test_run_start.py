@@ -74,9 +74,7 @@ def made(folder: Path, kind: str) -> PreTrainedModel:
         pytest.param("export", marks=pytest.mark.exhaustive),
     ],
 )
-def test_round_0_has_the_loss_of_the_checkpoint_and_joiners_fetch_it(
-    tmp_path: Path, kind: str
-) -> None:
+def test_round_0_has_the_checkpoints_loss_and_joiners_fetch_it(tmp_path: Path, kind: str) -> None:
     theirs = made(tmp_path / "checkpoint", kind)
     described, heard = run_of_checkpoint(tmp_path / "checkpoint").model, Heard()
     settings = [f"model.{k}={v!r}" for k, v in described.model_dump(exclude_none=True).items()]

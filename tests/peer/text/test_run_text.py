@@ -100,8 +100,7 @@ def test_a_folder_and_the_shards_made_of_it_are_one_text_also_with_equal_documen
     for path in list(books.iterdir()):  # also those that are held out
         shutil.copy(path, books / f"again-{path.name}")
     shards = shards_of(books, tmp_path / "shards")
-    needed = founded(shards, cache)
-    RunText(str(books), cache, print).require(RUN, BYTE, needed, None)
+    RunText(str(books), cache, print).require(RUN, BYTE, founded(shards, cache), None)
     one, other = (RunText(str(path), cache, print).found(RUN, BYTE) for path in (books, shards))
     assert one == other, "the held-out text too"
 

@@ -81,9 +81,7 @@ def test_an_end_of_text_that_the_file_has_not_is_refused() -> None:
         given_tokenizer(RUN, other, CONTENT)
 
 
-def test_a_joiner_without_the_package_is_told_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_joiner_without_the_package_is_told_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(TokenizerError, match="pip install tokenizers"):
         given_tokenizer(RUN, FILE, CONTENT)

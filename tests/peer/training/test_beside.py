@@ -3,6 +3,7 @@
 import math
 import threading
 from contextlib import closing
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -35,11 +36,8 @@ def test_its_result_is_waited_for():
 
 
 def test_its_error_is_raised_where_the_result_is_wanted():
-    def work() -> int:
-        raise KeyError("lost")
-
     making = BackgroundWork[int]()
-    making.begin(work)
+    making.begin(Mock(side_effect=KeyError("lost")))
     making.wait()
     with pytest.raises(KeyError, match="lost"):
         making.result()
@@ -62,9 +60,7 @@ def test_what_it_has_to_change_is_done_by_the_thread_that_waits():
 
 
 def test_without_a_thread_it_is_done_at_once(monkeypatch):
-    def cannot(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
+    cannot = Mock(side_effect=RuntimeError("can't start new thread"))
     making = BackgroundWork[threading.Thread]()
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", cannot)

@@ -376,9 +376,7 @@ def test_moments_of_an_expert_that_went_again_are_dropped(
     assert other.status.taken == []
 
 
-def test_a_co_owner_that_stays_shares_its_moments_and_keeps_them(
-    me: Side, store: BlobStore
-) -> None:
+def test_a_co_owner_that_stays_shares_and_keeps_its_moments(me: Side, store: BlobStore) -> None:
     expert = mine(me)
     me.at = replace(me.at, owners={**me.at.owners, expert: ("me", "other")})
     me.train(2)

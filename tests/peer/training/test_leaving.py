@@ -109,9 +109,7 @@ def test_a_peer_goes_when_the_others_know_and_have_its_moments(scene: Scene) -> 
     assert scene.told == [WITHOUT_ME]
 
 
-def test_a_peer_that_hears_all_at_once_that_it_has_left_hands_over_before_it_goes(
-    scene: Scene,
-) -> None:
+def test_a_peer_that_hears_at_once_that_it_has_left_hands_over_first(scene: Scene) -> None:
     """The manifest without it comes between two looks at the driver."""
     scene.handed_over = True  # there is nothing to hand over yet
     scene.after_tip = {"tip": WITHOUT_ME, "left": "listed no longer"}
@@ -121,8 +119,7 @@ def test_a_peer_that_hears_all_at_once_that_it_has_left_hands_over_before_it_goe
 
 def test_without_a_manifest_it_goes_once_its_moments_are_there(scene: Scene) -> None:
     scene.script = {2: {"handed_over": True}}
-    said = scene.run()
-    assert said.startswith("the others did not answer in time")
+    assert scene.run().startswith("the others did not answer in time")
     assert COURTESY_S <= scene.now_s <= COURTESY_S + 2
 
 

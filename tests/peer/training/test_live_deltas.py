@@ -212,8 +212,7 @@ def test_all_that_was_trained_is_agreed_or_still_to_be_sent(experts: str) -> Non
                     trained[peer, unit] += steps[unit]
                 if unit in sums:
                     sums[unit] += steps[unit] / 2
-        decisions = swarm.round()
-        assert {each.shared for each in decisions.values()} == {Action.CORRECTED}
+        assert {each.shared for each in swarm.round().values()} == {Action.CORRECTED}
     for unit, total in sums.items():
         lives = [swarm.live(peer, unit) for peer in PEERS]
         assert torch.allclose((lives[0] + lives[1]) / 2 + swarm.left(unit), total, atol=2e-6)
@@ -303,8 +302,7 @@ def test_two_owners_of_an_expert_close_the_loop_as_shared_tensors_do() -> None:
             steps = moves(swarm, 2 * number + index, scale=1e-5)
             swarm.train(peer, steps)
             total += steps[unit] / 2
-        decisions = swarm.round()
-        assert decisions["me"].experts[1].action is Action.CORRECTED
+        assert swarm.round()["me"].experts[1].action is Action.CORRECTED
     lives = [swarm.live(peer, unit) for peer in PEERS]
     assert torch.allclose((lives[0] + lives[1]) / 2 + swarm.left(unit), total, atol=1e-7)
 
@@ -336,8 +334,7 @@ def test_all_that_an_adoption_takes_is_kept_before_the_engine_changes(
             return call(*given)
 
         monkeypatch.setattr(where, name, spied)
-    decisions = swarm.round()
-    assert decisions[PEERS[-1]].shared is Action.CORRECTED
+    assert swarm.round()[PEERS[-1]].shared is Action.CORRECTED
     assert "write_part" in calls and "pin" not in calls[calls.index("own") :]
 
 
@@ -377,9 +374,7 @@ def test_what_a_collection_drops_while_it_is_offered_is_made_again() -> None:
     assert offered.isdisjoint(swarm.store.digests())
 
 
-def test_after_a_restart_the_very_blobs_are_offered_that_were_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_after_a_restart_the_named_blobs_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     swarm = Swarm(tiny_run(wire=CODED))
     swarm.train("me", moves(swarm, 1))
     live, tip = swarm.lives["me"], swarm.tip

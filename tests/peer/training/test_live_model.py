@@ -110,9 +110,7 @@ def test_a_manifest_that_was_collected_leaves_the_engine_as_it_was(
     assert model.bases == bases
 
 
-def test_int8_experts_are_made_from_agreed_values_every_time(
-    store: BlobStore, founded: Manifest
-) -> None:
+def test_int8_experts_are_made_from_agreed_values(store: BlobStore, founded: Manifest) -> None:
     """Roundings do not accumulate: after any number of rounds there is only one."""
     options = EngineOptions.of(RUN).but(frozen="int8")
     live = LiveModel("other", RUN, ResidentEngine(RUN, options), Agreed(store, LAYOUT))
@@ -143,9 +141,7 @@ def test_every_expert_is_owned_by_the_only_member(model: LiveModel) -> None:
     assert sorted(model.bases) == list(range(NUM_EXPERTS))
 
 
-def test_frozen_experts_on_disk_are_the_agreed_blobs_also_after_these_are_collected(
-    tmp_path: Path,
-) -> None:
+def test_frozen_experts_on_disk_are_the_agreed_blobs_even_when_collected(tmp_path: Path) -> None:
     """At an odd offset in its pack, without a byte in the engine's own files, and bit for bit."""
     store = BlobStore(tmp_path)
     store.put(b"odd")
@@ -154,8 +150,7 @@ def test_frozen_experts_on_disk_are_the_agreed_blobs_also_after_these_are_collec
         for unit, value in initial_contents(RUN, LAYOUT)
     }
     founding = Founding("me", "n", "c" * 64, 1, "d" * 64, 4)
-    peers = {"me": 1.0, "other": 1.0}
-    founded = founding_manifest(founding, RUN, LAYOUT, initial, peers)
+    founded = founding_manifest(founding, RUN, LAYOUT, initial, {"me": 1.0, "other": 1.0})
     files = tmp_path / "frozen"
     kinds = {"kind": EngineKind.STREAMING, "frozen_folder": files, "frozen_lent": True}
     options = replace(EngineOptions.of(RUN), **kinds)

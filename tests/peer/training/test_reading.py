@@ -215,9 +215,7 @@ def test_the_place_in_ones_own_text_moves_on_with_each_offer() -> None:
     assert (own.position, own.began_s) == (24, 12.0)
 
 
-def test_a_common_text_is_read_as_dealt_wherever_the_peer_was_before(
-    store: BlobStore,
-) -> None:
+def test_a_common_text_is_read_as_dealt_wherever_the_peer_was_before(store: BlobStore) -> None:
     tip, read = founded(EXACT, store), reading_of(EXACT)
     read.position = 77
     assert read.dealt(tip, 0) == DEALT

@@ -80,6 +80,9 @@ class Life:
             rules=replace(Rules.of(run_id, run, layout), step_bound=None),
             store_value=lambda value: (store_content(store, value), value.num_bytes),
         )
+        status = SimpleNamespace(
+            validated=lambda *_: None, phases=PhaseMeter(), observer=UNOBSERVED
+        )
         self.directory = RunDirectory(folder)
         self.trainer = Trainer(
             self.model,
@@ -87,13 +90,8 @@ class Life:
             cast(Rounds, rounds),
             self.directory,
             held_out=held_out(run),
-            status=cast(
-                PeerStatus,
-                SimpleNamespace(
-                    validated=lambda *_: None, phases=PhaseMeter(), observer=UNOBSERVED
-                ),
-            ),
-            moments=cast(ExpertMoments, Moments()),
+            status=cast(PeerStatus, status),
+            moments=cast(ExpertMoments, SimpleNamespace(adopted=lambda *_: None)),
             stop=cast(Stop, lambda: False),
         )
         self.training = self.trainer.training
@@ -110,12 +108,6 @@ class Life:
         return self.training.tip, self.training.work
 
 
-class Moments:
-    """An exchange without moments."""
-
-    def adopted(self, *_: Any) -> None: ...
-
-
 @pytest.fixture
 def crashed(store: BlobStore, founded: Manifest, tmp_path: Path) -> tuple[Life, Any]:
     """A peer that has offered its local steps on manifest 0 and was killed."""
@@ -123,8 +115,7 @@ def crashed(store: BlobStore, founded: Manifest, tmp_path: Path) -> tuple[Life, 
     adopt_into(life.model, founded, previous="")
     for step in range(STEPS):
         life.model.engine.step(batch(RUN, step), lr=1e-2)
-    work = SavedWork("", "", 0, STEPS, TOKENS, 1.0, 0, {}, {})
-    return life, life.finish(founded, work)
+    return life, life.finish(founded, SavedWork("", "", 0, STEPS, TOKENS, 1.0, 0, {}, {}))
 
 
 def test_a_state_that_was_written_beside_steps_is_not_written_again(
@@ -188,8 +179,7 @@ def test_a_unit_that_begins_anew_while_the_state_is_written_leaves_it_readable(
 
     monkeypatch.setattr(HashedFile, "_write_chunks", write_late)
     monkeypatch.setattr(Offering, "offered_all", hashed_before)
-    work = SavedWork("", "", 0, 1, TOKENS, 1.0, 0, {}, {})
-    offer = life.finish(founded, work)
+    offer = life.finish(founded, SavedWork("", "", 0, 1, TOKENS, 1.0, 0, {}, {}))
     assert refused and {u: v.digest for u, v in offer.units.items()} == {
         unit: founded.entries[unit].digest for unit in offer.units
     }
@@ -339,8 +329,7 @@ def test_a_round_that_went_on_takes_the_finished_steps_away(
     store: BlobStore, founded: Manifest, crashed: tuple[Life, Any], tmp_path: Path
 ) -> None:
     decided = replace(founded, height=1, round=1, step=9, kind=Kind.QUORUM, parent=founded.digest)
-    again = Life(store, tmp_path, decided, parent=founded)
-    assert again.resume() == (decided, None)
+    assert Life(store, tmp_path, decided, parent=founded).resume() == (decided, None)
 
 
 @pytest.mark.parametrize(

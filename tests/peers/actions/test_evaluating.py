@@ -112,8 +112,7 @@ def test_a_task_without_data_is_told_and_the_rest_goes_on(
     export(facts, tmp_path)
     tasks = {"sciq": 0, "piqa": 0, "arc_challenge": 25}
     Evaluator(tmp_path / "scores.jsonl", tasks).evaluate(tmp_path, facts, None)
-    said = capsys.readouterr().out
-    assert "piqa: no score: exit code 1: OfflineModeIsEnabled\\x1b[2J" in said
+    assert "piqa: no score: exit code 1: OfflineModeIsEnabled\\x1b[2J" in capsys.readouterr().out
     lines = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
     assert [(line["task"], line["samples"]) for line in lines[2:]] == [
         ("sciq", 10),

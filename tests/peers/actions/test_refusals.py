@@ -94,9 +94,7 @@ def test_who_resumes_needs_the_text_that_was_there(state: Path, tmp_path: Path) 
     assert examined(state, "--corpus", text_in(tmp_path / "text")) == (3, "")
 
 
-def test_a_run_is_not_founded_in_place_of_one_that_is_not_finished(
-    state: Path, tmp_path: Path
-) -> None:
+def test_a_run_is_not_founded_in_place_of_an_unfinished_one(state: Path, tmp_path: Path) -> None:
     file = run_file(tmp_path, tiny_run(run={"rounds": 12}))
     code, why = examined(state, "--run", file)
     assert code == 1 and "is not finished" in why and "run.rounds: asked 12, the run has 4" in why
@@ -238,14 +236,12 @@ def deny(monkeypatch: pytest.MonkeyPatch, look: str, hidden: Path) -> None:
     monkeypatch.setattr(Path, look, denied)
 
 
-def test_a_key_that_another_user_hides_is_a_finding(
-    state: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_users_key_is_a_finding(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deny(monkeypatch, "exists", state / "identity.key")
     assert examined(state) == (1, f"{state / 'identity.key'}: Permission denied")
 
 
-def test_a_directory_that_another_user_hides_is_a_finding(
+def test_another_users_directory_is_a_finding(
     state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deny(monkeypatch, "stat", state)

@@ -80,9 +80,7 @@ def test_a_run_without_a_common_text_and_a_running_peer_are_errors(tmp_path: Pat
     assert code == StateError.exit_code and "--initial-peers ADDRESS" in said
 
 
-def test_the_peers_of_a_run_are_asked_and_one_of_both_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_runs_peers_are_asked_and_one_of_both_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     class Seen:
         name, round, step, coverage = "demo", 7, 70, Coverage(1000, 300, 100, 0)
 

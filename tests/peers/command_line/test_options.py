@@ -102,8 +102,7 @@ def test_every_option_has_its_environment_twin(field: str) -> None:
 
 def test_dash_and_underscore_are_the_same(given: Call) -> None:
     assert given("--state_dir", "x").state_dir == given("--state-dir", "x").state_dir
-    both = given("--initial_peers", "a_b", "c_d")
-    assert both.initial_peers == ("a_b", "c_d")
+    assert given("--initial_peers", "a_b", "c_d").initial_peers == ("a_b", "c_d")
 
 
 def test_rounds_is_a_setting_of_the_run(given: Call) -> None:
@@ -180,8 +179,7 @@ def test_addresses_come_from_a_file_or_the_environment(given: Call, tmp_path: Pa
 
 
 def test_a_flag_without_its_address_is_an_error() -> None:
-    result = run_failing("--initial-peers", "--rounds", "3")
-    assert result.exit_code == 2
+    assert run_failing("--initial-peers", "--rounds", "3").exit_code == 2
 
 
 # ---------------------------------------------------------------- errors
@@ -247,8 +245,7 @@ def test_a_wrong_command_line_ends_with_2_and_one_helpful_line(
 
 
 def test_a_bug_is_not_disguised_as_an_error_of_the_user() -> None:
-    result = run_failing(error=ZeroDivisionError("bug"))
-    assert isinstance(result.exception, ZeroDivisionError)
+    assert isinstance(run_failing(error=ZeroDivisionError("bug")).exception, ZeroDivisionError)
 
 
 def test_an_interrupt_ends_with_130() -> None:

@@ -381,6 +381,22 @@ def test_a_proposal_that_its_convener_cannot_fetch_is_given_up_without_its_sourc
     assert len(pump.digests_at(3)) == 1
 
 
+def test_a_convener_waits_for_blobs_that_a_voter_has() -> None:
+    """Their source has refused them. The voter sends nothing yet, and other votes are missing."""
+    pump = in_training("ABCDE")
+    convener, owner = first_of(pump), last_of(pump)
+    voter = others(pump, convener, owner)[0]
+    pump.refuse_fetch = lambda peer, source, unit: (
+        (peer, source) == (convener, owner) and unit.startswith("expert")
+    )
+    pump.lose = lambda source, _, message: isinstance(message, Accept) and source != voter
+    pump.run(pump.now + 10, lambda: pump.nodes[voter].machine.record.accepted is not None)
+    pump.fetches_hang = lambda source: source != owner
+    pump.run(pump.now + 20, lambda: "given up" in pump.nodes[convener].said(Topic.TAKEOVER))
+    limit_s = f"(limit {pump.timers.vote_s:.1f})"
+    assert limit_s in pump.nodes[convener].said(Topic.TAKEOVER)
+
+
 def test_a_repeated_proposal_gets_the_same_vote_and_no_second_write() -> None:
     pump = in_training("ABC")
     voter = pump.last

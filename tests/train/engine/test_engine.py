@@ -245,8 +245,7 @@ def test_training_goes_on_after_experts_moved(make_engine):
 
 
 def test_masters_stay_fp32_when_computing_in_bf16(make_engine):
-    run = tiny_run(train={"compute": "bf16", "frozen": "bf16"})
-    engine = make_engine(run, [0, 1])
+    engine = make_engine(tiny_run(train={"compute": "bf16", "frozen": "bf16"}), [0, 1])
     losses = [stats.cross_entropy for stats in train(engine, 3)]
     assert all(2 < loss < 7 for loss in losses)
     assert {t.dtype for t in engine.state_dict().tensors.values()} == {torch.float32}
@@ -285,8 +284,7 @@ def test_evaluation_counts_only_what_is_scored(make_engine):
     heads = [engine.evaluate(tokens[1:, :4]), engine.evaluate(tokens[:1, :8])]
     wanted = (heads[0] * 3 * (len(tokens) - 1) + heads[1] * 7) / (3 * (len(tokens) - 1) + 7)
     assert engine.evaluate(tokens, scored_BT=scored) == pytest.approx(wanted, rel=1e-6)
-    everything = torch.ones_like(scored)
-    assert engine.evaluate(tokens, scored_BT=everything) == engine.evaluate(tokens)
+    assert engine.evaluate(tokens, scored_BT=torch.ones_like(scored)) == engine.evaluate(tokens)
 
 
 @pytest.mark.parametrize("frozen", ["fp32", "bf16"])

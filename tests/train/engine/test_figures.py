@@ -120,8 +120,7 @@ def ranks_of(run, size, slow=None):
 
 
 def test_a_rank_that_is_slow_is_named_and_the_others_wait_for_it():
-    run = tiny_run(train={"micro_batch_sequences": 1})
-    found = ranks_of(run, 2, slow=1)
+    found = ranks_of(tiny_run(train={"micro_batch_sequences": 1}), 2, slow=1)
     assert [rank.micro_batches for rank in found] == [2, 2]
     assert found[0].waited_s["sums"] > found[1].waited_s["sums"] + SLEEP_S / 2
     assert found[1].own_s > 2 * SLEEP_S

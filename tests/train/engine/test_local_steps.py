@@ -220,8 +220,7 @@ def test_counts_of_all_steps_are_added_before_they_are_judged():
 
 
 def test_shares_are_of_all_layers_and_zero_only_where_there_was_no_token():
-    steps = [step((3000, 0, 1, 999), (2000, 0, 0, 2000))]
-    assert routing_stats(steps).shares == (625, 0, 1, 375)
+    assert routing_stats([step((3000, 0, 1, 999), (2000, 0, 0, 2000))]).shares == (625, 0, 1, 375)
 
 
 def test_a_collapsed_layer_is_not_hidden_by_an_even_one():

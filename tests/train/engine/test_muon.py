@@ -168,7 +168,8 @@ def test_gradients_of_matrices_are_not_clipped_and_do_not_clip_others():
     for clip in ("global", "unit"):
         settings = MUON.model_copy(update={"clip": clip, "clip_norm": 1.0})
         factors = clip_factors(norms, settings)
-        assert factors[QUERY] == 1
+        assert QUERY not in factors
+        assert clip_factors(norms, settings, 4.0)[QUERY] == 0.25
         limit = 1 / 5 if clip == "global" else 1 / 3 / 3**0.5
         assert factors[NORM] == pytest.approx(limit, rel=1e-5)
     assert clip_factors(norms, ADAMW)[NORM] < 1e-8

@@ -297,5 +297,4 @@ def test_a_stage_without_memory_steps_all_workers_down(piped, caplog, layers, op
 
 
 def test_a_step_that_is_not_finite_changes_nothing_in_any_stage(piped):
-    engine = piped(RUN, OWNED)
-    assert_nan_changes_nothing(engine, RUN, "model.layers.1.mlp.gate.weight")
+    assert_nan_changes_nothing(piped(RUN, OWNED), RUN, "model.layers.1.mlp.gate.weight")

@@ -2,6 +2,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -101,8 +102,7 @@ def test_a_device_that_orthogonalises_changes_no_bit(engines, sections, common, 
 
 def test_frozen_experts_in_a_mapped_file_change_no_bit(engines, tmp_path):
     run = tiny_run(model={"num_hidden_layers": 4})
-    mapped = engines(run, OWNED, frozen_folder=tmp_path)
-    assert_equal_for_steps(run, new_engine(run, OWNED), mapped)
+    assert_equal_for_steps(run, new_engine(run, OWNED), engines(run, OWNED, frozen_folder=tmp_path))
     on_disk = sum(file.stat().st_size for file in tmp_path.iterdir())
     matrices = 2 * sum(16 * 16 for _ in expert_shapes(run.model, 0))
     assert on_disk == 4 * matrices
@@ -293,10 +293,7 @@ def test_nothing_is_fetched_that_is_still_being_updated(engines, monkeypatch, se
 def test_an_exception_in_an_update_thread_reaches_the_trainer(engines, monkeypatch, sections):
     run = tiny_run(**sections)
     engine = engines(run, OWNED)
-
-    def fail(unit, piece, *rest):
-        raise ZeroDivisionError("in an update thread")
-
+    fail = Mock(side_effect=ZeroDivisionError("in an update thread"))
     monkeypatch.setattr(HostUnit, "update_piece", fail)
     with pytest.raises(ZeroDivisionError, match="in an update thread"):
         for step in range(2):
@@ -309,10 +306,7 @@ def test_an_exception_in_an_update_thread_reaches_the_trainer(engines, monkeypat
 def test_an_exception_while_fetching_reaches_the_trainer(engines, monkeypatch):
     engine = engines(tiny_run(), OWNED)
     engine.step(batch(tiny_run(), 0), lr=1e-2)
-
-    def fail(*_):
-        raise RuntimeError("the bus is down")
-
+    fail = Mock(side_effect=RuntimeError("the bus is down"))
     monkeypatch.setattr(engine._device.bus, "fetch", fail)
     with pytest.raises(RuntimeError, match="the bus is down"):
         engine.step(batch(tiny_run(), 1), lr=1e-2)
@@ -343,8 +337,7 @@ def test_what_travels_is_the_master_rounded(engines):
 
 
 def test_a_packing_is_exact_up_to_alignment():
-    tensors = [("a", (3, 5), torch.float32), ("b", (7,), torch.bfloat16)]
-    packing = Packing.of(tensors)
+    packing = Packing.of([("a", (3, 5), torch.float32), ("b", (7,), torch.bfloat16)])
     assert packing.num_bytes == 2 * ALIGNMENT
     buffer = torch.zeros(packing.num_bytes, dtype=torch.uint8)
     views = packing.views(buffer)

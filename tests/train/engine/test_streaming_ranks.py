@@ -10,6 +10,7 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -261,8 +262,7 @@ def test_each_worker_writes_its_part_of_a_private_state(streaming, tmp_path):
 
 
 def test_a_state_of_another_model_is_refused_by_all_ranks():
-    other = tiny_run(model={"num_hidden_layers": 3})
-    state = new_engine(other, OWNED).state_dict()
+    state = new_engine(tiny_run(model={"num_hidden_layers": 3}), OWNED).state_dict()
 
     def load(engine, _):
         with pytest.raises(CorruptState, match="belongs to another model"):
@@ -316,9 +316,7 @@ def test_workers_without_memory_go_on_one_level_lower(caplog, first, then, words
 
 
 def test_memory_that_cannot_be_shared_is_a_lack_of_memory(monkeypatch):
-    def fails(*_, **__):
-        raise RuntimeError("unable to mmap 4096 bytes: Cannot allocate memory (12)")
-
+    fails = Mock(side_effect=RuntimeError("unable to mmap 4096 bytes: Cannot allocate memory (12)"))
     monkeypatch.setattr(torch, "from_file", fails)
     with pytest.raises(MemoryError, match="Cannot allocate memory"):
         SharedMemory(Ranks(0, 1, torch.device("cpu"))).take(4096)

@@ -37,8 +37,7 @@ def tip_at(rounds, rules):
 
 
 def rules_of(run):
-    rules = Rules.of("run", run, layout_of(run))
-    return replace(rules, planned_peers=2)
+    return replace(Rules.of("run", run, layout_of(run)), planned_peers=2)
 
 
 def pulls(pattern, generator):

@@ -18,6 +18,7 @@ from swarm.train.planning.ladder import (
     rungs,
 )
 from swarm.train.planning.memory import need_of
+from swarm.train.planning.step_time import step_time
 from tests.train.runs import tiny_run
 
 GB = 10**9
@@ -54,6 +55,18 @@ def model_of_120b(**sections):
         },
         **sections,
     )
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_momentum_crosses_the_bus_to_a_gpu_alone(device):
+    """On a bus that takes all the time, which AdamW's moments never cross."""
+    options = EngineOptions(kind=EngineKind.STREAMING)
+    slow = replace(gpu(16, 64, bus_gb_s=1e-3, tflops=1e6), device=device)
+    adamw, muon = (
+        step_time(of_file("spes_2b", optimizer={"kind": kind}), 1, options, slow).updates
+        for kind in ("adamw", "muon")
+    )
+    assert (muon > 1.01 * adamw) == (device == "cuda")
 
 
 def test_a_large_gpu_keeps_everything():
@@ -170,8 +183,7 @@ def test_every_rung_needs_less_of_the_device_than_the_one_above():
 
 def test_a_machine_without_gpu_has_one_memory():
     run = tiny_run()
-    machine = Machine("cpu", 0, 4 * GB, 10 * GB)
-    plan = plan_engine(run, 2, machine)
+    plan = plan_engine(run, 2, Machine("cpu", 0, 4 * GB, 10 * GB))
     assert plan.options.kind is EngineKind.RESIDENT
     assert plan.options.device == "cpu"
     small = Machine("cpu", 0, 1.5 * GB + 2e5, 10 * GB)

@@ -2,13 +2,11 @@ from __future__ import annotations
 
 import gc
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from swarm import codecs
-from swarm.config import RunConfig, parse_config
 from swarm.data.masks import masks_of
 from swarm.model import attention, huggingface, merge
 from swarm.model.cost import full_state_bytes, parameters, state_bytes_per_peer
@@ -34,6 +32,7 @@ from swarm.train.planning.memory import (
     stage_needs,
 )
 from swarm.train.saving import hashed_file
+from tests.train.planning.test_ladder import of_file
 from tests.train.runs import new_engine, new_streaming, tiny_run
 
 BF16 = {"compute": "bf16", "frozen": "bf16"}
@@ -313,8 +312,7 @@ def test_activations_at_four_times_the_context_are_as_planned():
         state, peak = measured(run, STREAMING)
         # The measurement includes inputs of layers, because this level keeps them on the device.
         found[length] = peak - state
-        need = planned(run, STREAMING)
-        assert need.activations == pytest.approx(peak - state, rel=0.05)
+        assert planned(run, STREAMING).activations == pytest.approx(peak - state, rel=0.05)
     assert 3 < found[256] / found[64] < 4.1
 
 
@@ -323,8 +321,7 @@ def test_activations_at_four_times_the_context_are_as_planned():
     [("spes_2b", 16, 0.45, 0.39), ("spes_7b", 4, 0.45, 0.39), ("spes_7b", 16, 0.28, 0.23)],
 )
 def test_training_state_against_that_of_training_everything(name, peers, bf16, int8):
-    source = Path(f"configs/runs/{name}.toml")
-    run = parse_config(RunConfig, source.read_text(), source=str(source), overrides=())
+    run = of_file(name)
     owned = run.model.num_experts // peers
     trained = sizes_of(run.model, owned).trained
     for frozen, limit in (("bf16", bf16), ("int8", int8)):
@@ -335,18 +332,12 @@ def test_training_state_against_that_of_training_everything(name, peers, bf16, i
 
 
 def test_the_7b_plan_streams_within_a_tenth_of_full_training_on_the_device():
-    source = Path("configs/runs/spes_7b.toml")
-    run = parse_config(RunConfig, source.read_text(), source=str(source), overrides=())
+    run = of_file("spes_7b")
     options = replace(EngineOptions.of(run), kind=EngineKind.STREAMING, resident_layers=0)
     assert need_of(run, 8, options).device_state < 0.1 * 16 * parameters(run.model).total
 
 
 GB = 10**9
-
-
-def spes_7b() -> RunConfig:
-    path = Path("configs/runs/spes_7b.toml")
-    return parse_config(RunConfig, path.read_text(), source=str(path))
 
 
 def test_the_formulas_count_what_the_parts_hold() -> None:
@@ -365,7 +356,7 @@ def test_the_formulas_count_what_the_parts_hold() -> None:
 def test_no_phase_of_a_round_of_the_7b_needs_more_than_2_gb_beside_the_engine(
     kind: EngineKind, num_peers: int
 ) -> None:
-    run = spes_7b()
+    run = of_file("spes_7b")
     options = replace(EngineOptions.of(run, device="cpu"), kind=kind)
     need = need_of(run, 8, options)
     peaks = host_peaks(run, 8, options, num_peers=num_peers)
@@ -381,7 +372,7 @@ def test_no_phase_of_a_round_of_the_7b_needs_more_than_2_gb_beside_the_engine(
 
 
 def test_a_host_must_hold_the_highest_phase_not_only_a_step() -> None:
-    run = spes_7b()
+    run = of_file("spes_7b")
     options = replace(EngineOptions.of(run, device="cuda"), kind=EngineKind.STREAMING)
     need, peaks = need_of(run, 8, options), host_peaks(run, 8, options, num_peers=4)
     assert peaks.training > need.host + PROCESS_BYTES + CUDA_BYTES
@@ -393,11 +384,10 @@ def test_a_host_must_hold_the_highest_phase_not_only_a_step() -> None:
 
 @pytest.mark.parametrize("num_peers", [4, 256])
 def test_where_rounds_overlap_offers_and_means_are_made_beside_a_step(num_peers: int) -> None:
-    path = Path("configs/runs/spes_7b_home.toml")
-    home = parse_config(RunConfig, path.read_text(), source=str(path))
+    home = of_file("spes_7b_home")
     options = EngineOptions.of(home, device="cuda")
     peaks = host_peaks(home, 8, options, num_peers=num_peers)
-    blocking = home.model_copy(update={"round": spes_7b().round})
+    blocking = home.model_copy(update={"round": of_file("spes_7b").round})
     rest = host_peaks(blocking, 8, options, num_peers=num_peers)
     assert peaks.offering == rest.offering
     more = rest.offering + rest.averaging - 2 * rest.training
@@ -405,7 +395,7 @@ def test_where_rounds_overlap_offers_and_means_are_made_beside_a_step(num_peers:
 
 
 def test_a_plan_shows_the_peaks_of_its_engine() -> None:
-    run = spes_7b()
+    run = of_file("spes_7b")
     plan = plan_engine(run, 8, Machine("cuda", 24 * GB, 96 * GB, 500 * GB), Wishes())
     assert plan.fits
     assert plan.peaks == host_peaks(run, 8, plan.options, num_peers=4)

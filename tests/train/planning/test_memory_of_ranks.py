@@ -137,8 +137,7 @@ def test_state_and_peak_of_a_rank(size, options, train):
 def test_state_and_peak_of_a_rank_of_two_stages(tmp_path, size, options, train):
     run = run_for(size // options.get("tp", 1), train, layers=4)
     chosen = replace(EngineOptions.of(run), pp=2, **options)
-    found = on_processes(size, tmp_path, measuring(run, chosen))
-    assert_as_predicted(run, chosen, found)
+    assert_as_predicted(run, chosen, on_processes(size, tmp_path, measuring(run, chosen)))
 
 
 def test_a_plan_has_room_for_tokens_that_crowd():

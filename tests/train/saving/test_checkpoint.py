@@ -70,6 +70,10 @@ def assert_equal(left, right):
     assert plain[0] == plain[1]
 
 
+def full_disk(*_):
+    raise OSError(28, "No space left on device")
+
+
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "run" / "private"
@@ -81,13 +85,21 @@ def test_what_was_saved_is_loaded_bit_for_bit(path):
     assert_equal(load_newest(path).state, small_state())
 
 
-def test_bases_of_parts_are_saved_where_there_are_any(path):
-    sliced = replace(small_state(), part_bases={"shared.0": "56" * 32})
-    save_private(path, sliced)
-    assert_equal(load_private(path), sliced)
-    save_private(path, small_state())
-    assert b"part_bases" not in path.read_bytes()
-    assert load_private(path).part_bases == {}
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("part_bases", {"shared.0": "56" * 32}),
+        ("carried", frozenset(["expert.3", "shared.1"])),
+        ("deltas", {"expert.3": "d" * 64}),
+    ],
+)
+def test_what_few_states_have_is_saved_where_there_is_any(path, field, value):
+    plain, more = small_state(), replace(small_state(), **{field: value})
+    save_private(path, more)
+    assert_equal(load_private(path), more)
+    save_private(path, plain)
+    assert field.encode() not in path.read_bytes()
+    assert_equal(load_private(path), plain)
 
 
 def test_nothing_saved_is_no_error(path):
@@ -335,10 +347,7 @@ def test_a_kill_at_any_moment_of_saving_leaves_a_whole_state(path, monkeypatch, 
 
 
 def test_a_disk_that_refuses_is_a_state_error(path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    monkeypatch.setattr(checkpoint.os, "fsync", full_disk)
     with pytest.raises(StateError, match="No space left"):
         save_private(path, small_state())
 
@@ -399,11 +408,7 @@ def test_a_disk_that_refuses_a_begun_saving_is_tried_anew(path, monkeypatch):
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 64)
     monkeypatch.setattr(hashed_file, "FLUSH_BYTES", 64)
     state = state_of(EngineState({"a": torch.arange(1000.0)}, (), 0, 0, 0))
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint.os, "fdatasync", full)
+    monkeypatch.setattr(checkpoint.os, "fdatasync", full_disk)
     with Saving(path, state.engine, state.rng) as begun:
         with pytest.raises(StateError, match="No space left"):
             save_private(path, state, begun)
@@ -417,11 +422,7 @@ def test_a_disk_that_is_full_is_given_back_what_was_written(path, monkeypatch):
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 64)
     monkeypatch.setattr(hashed_file, "FLUSH_BYTES", 640)
     state = state_of(EngineState({"a": torch.arange(1000.0)}, (), 0, 0, 0))
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint.os, "fdatasync", full)
+    monkeypatch.setattr(checkpoint.os, "fdatasync", full_disk)
     with Saving(path, state.engine, state.rng) as begun:
         assert begun._file._written.exception(60)
         assert path.with_name("private.new").stat().st_size == 0
@@ -430,11 +431,8 @@ def test_a_disk_that_is_full_is_given_back_what_was_written(path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["fsync", "link"])
 def test_what_could_not_be_finished_is_removed(path, monkeypatch, name):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
     save_private(path, small_state(1))
-    monkeypatch.setattr(checkpoint.os, name, full)
+    monkeypatch.setattr(checkpoint.os, name, full_disk)
     with pytest.raises(StateError, match="No space left"):
         save_private(path, small_state(2))
     assert list(path.parent.iterdir()) == [path]
@@ -447,14 +445,11 @@ def test_a_saving_that_has_ended_refers_to_no_tensor(path, monkeypatch, uncollec
     tensor = torch.arange(1000.0)
     state, found = state_of(EngineState({"a": tensor}, (), 0, 0, 0)), weakref.ref(tensor)
 
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
     with Saving(path, state.engine, state.rng) as begun:
         if end == "finished":
             save_private(path, state, begun)
         elif end == "refused":
-            monkeypatch.setattr(checkpoint.os, "fdatasync", full)
+            monkeypatch.setattr(checkpoint.os, "fdatasync", full_disk)
             monkeypatch.setattr(hashed_file, "FLUSH_BYTES", 64)
             with pytest.raises(StateError, match="No space left"):
                 save_private(path, state, begun)
@@ -514,20 +509,3 @@ def test_a_disk_that_does_not_answer_is_given_up(path, monkeypatch, caplog, call
     answers.set()  # its bytes from now on go to no file of that name
     begun._file._pool.shutdown()
     assert_equal(load_private(path), state)
-
-
-def test_what_is_carried_is_saved_where_there_is_any(path):
-    plain = small_state()
-    save_private(path, plain)
-    assert b"carried" not in path.read_bytes()
-    carried = replace(plain, carried=frozenset(["expert.3", "shared.1"]))
-    save_private(path, carried)
-    assert load_private(path).carried == {"expert.3", "shared.1"}
-
-
-def test_deltas_of_offered_values_are_saved_where_there_are_any(path):
-    plain = small_state()
-    save_private(path, plain)
-    assert b"deltas" not in path.read_bytes()
-    save_private(path, replace(plain, deltas={"expert.3": "d" * 64}))
-    assert load_private(path).deltas == {"expert.3": "d" * 64}

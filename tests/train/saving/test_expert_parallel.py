@@ -195,8 +195,7 @@ def saved_and_resumed(engine, path, others, run):
     """The files hold the bits of the state, and each engine resumes from them as from memory."""
     save(path, engine.state_dict(), 1)
     assert len(list(folder_of(path).iterdir())) == len(engine.pids)
-    state = load_private(path).engine
-    assert same(dict(sorted(state.tensors.items())), tensors(engine))
+    assert same(dict(sorted(load_private(path).engine.tensors.items())), tensors(engine))
     for other in others:
         other.load_state_dict(load_private(path).engine)
         other.write(frozen_of(engine, run))

@@ -31,8 +31,7 @@ from swarm.train.workers.command_history import (
     part_name,
 )
 from tests.train.runs import same
-from tests.train.saving.test_checkpoint import Killed, killed_after, state_of
-from tests.train.saving.test_checkpoint import assert_equal as assert_same
+from tests.train.saving.test_checkpoint import Killed, assert_equal, killed_after, state_of
 
 ALONE = "master.d"
 """A tensor that no writer of parts holds."""
@@ -96,15 +95,6 @@ def parted(number=1):
 def by_one(state):
     """The same state in one process."""
     return replace(state, engine=replace(state.engine, tensors=dict(state.engine.tensors)))
-
-
-def assert_equal(left, right):
-    assert_same(*(in_order(state) for state in (left, right)))
-
-
-def in_order(state):
-    tensors = dict(sorted(state.engine.tensors.items()))
-    return replace(state, engine=replace(state.engine, tensors=tensors))
 
 
 def files_of(path):

@@ -177,5 +177,4 @@ def test_a_worker_answers_before_the_products_are_there(monkeypatch):
     ],
 )
 def test_only_what_is_whole_somewhere_is_read_beside_a_step(options, clip, is_read):
-    run = tiny_run(optimizer={"clip": clip})
-    assert EngineOptions(**options).is_read_beside(run) is is_read
+    assert EngineOptions(**options).is_read_beside(tiny_run(optimizer={"clip": clip})) is is_read

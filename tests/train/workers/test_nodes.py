@@ -52,9 +52,13 @@ def key_file(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def key(key_file):
+    return key_at(key_file, may_make=False)
+
+
 @contextmanager
-def listening(key_file, wanted, wait_s=LIMIT_S, **more):
-    key = key_at(key_file, may_make=False)
+def listening(key, wanted, wait_s=LIMIT_S, **more):
     nodes = Nodes(("127.0.0.1", 0), key, wanted, device="cpu", wait_s=wait_s, **more)
     try:
         yield nodes
@@ -111,8 +115,8 @@ class CrewsWithNodes(Crews):
 
 
 @pytest.fixture(scope="module")
-def nodes(key_file):
-    with listening(key_file, Wanted(1, 2)) as nodes:
+def nodes(key):
+    with listening(key, Wanted(1, 2)) as nodes:
         yield nodes
 
 
@@ -267,11 +271,11 @@ PROGRAMS = Path(sys.executable).parent
 
 
 @pytest.mark.exhaustive
-def test_sigterm_to_torchrun_ends_its_workers_and_the_peer_leaves_in_its_time(key_file):
+def test_sigterm_to_torchrun_ends_its_workers_and_the_peer_leaves_in_its_time(key, key_file):
     """Each prints one line. The peer, which would wait for them, has a second left."""
     goes_s = [inf]
     leaving = {"remaining_s": lambda: goes_s[0] - time.monotonic()}
-    with listening(key_file, Wanted(1, 2), **leaving) as nodes:
+    with listening(key, Wanted(1, 2), **leaving) as nodes:
         command = [PROGRAMS / "torchrun", "--no-python", "--standalone", "--nproc-per-node", "2"]
         command += [PROGRAMS / "swarm-worker", "--controller", f"127.0.0.1:{nodes.port}"]
         command += ["--key", key_file, "--log-format", "plain"]
@@ -310,22 +314,21 @@ def called_ranks(nodes):
     return [list(member.ranks) for member in members]
 
 
-def test_a_node_with_another_key_is_refused_with_one_line(key_file, tmp_path, caplog):
+def test_a_node_with_another_key_is_refused_with_one_line(key, tmp_path, caplog):
     other = key_at(tmp_path / "other.key", may_make=True)
-    with listening(key_file, Wanted(1, 1)) as nodes:
+    with listening(key, Wanted(1, 1)) as nodes:
         for _ in range(2):
             with pytest.raises(ConfigError, match=r"for this node .*: it has another key"):
                 dialled(nodes, other)
         wait_until(lambda: "does not hold the key" in caplog.text)
-        found = dialled(nodes, key_at(key_file, may_make=False))
+        found = dialled(nodes, key)
         assert called_ranks(nodes) == [[1]]
         found.close()
     assert [record.levelno for record in caplog.records].count(logging.WARNING) == 1
 
 
-def test_garbage_on_the_port_changes_nothing(key_file, caplog):
-    key = key_at(key_file, may_make=False)
-    with listening(key_file, Wanted(1, 1)) as nodes:
+def test_garbage_on_the_port_changes_nothing(key, caplog):
+    with listening(key, Wanted(1, 1)) as nodes:
         silent = [socket.create_connection(("127.0.0.1", nodes.port)) for _ in range(3)]
         for content in (b"GET / HTTP/1.1\r\n\r\n", b"\0" * 10_000, b""):
             with socket.create_connection(("127.0.0.1", nodes.port)) as stranger:
@@ -339,9 +342,8 @@ def test_garbage_on_the_port_changes_nothing(key_file, caplog):
             each.close()
 
 
-def test_a_node_that_holds_the_key_is_let_in_beside_any_number_that_say_nothing(key_file):
-    key = key_at(key_file, may_make=False)
-    with listening(key_file, Wanted(1, 1)) as nodes:
+def test_a_node_that_holds_the_key_is_let_in_beside_any_number_that_say_nothing(key):
+    with listening(key, Wanted(1, 1)) as nodes:
         silent = [
             socket.create_connection(
                 ("127.0.0.1", nodes.port), source_address=(f"127.0.{k % 4 + 1}.1", 0)
@@ -360,34 +362,31 @@ def test_only_who_names_a_public_address_lets_public_ones_in():
     assert not any(map(is_public, private))
 
 
-def test_a_public_address_is_not_asked_for_the_key(key_file, monkeypatch, caplog):
+def test_a_public_address_is_not_asked_for_the_key(key, monkeypatch, caplog):
     monkeypatch.setattr("swarm.train.workers.nodes.is_public", lambda host: host == "127.0.0.2")
-    with listening(key_file, Wanted(1, 1)) as nodes:
+    with listening(key, Wanted(1, 1)) as nodes:
         where = ("127.0.0.1", nodes.port)
         with socket.create_connection(where, source_address=("127.0.0.2", 0)) as stranger:
             assert stranger.recv(1) == b""
         wait_until(lambda: "it dials from a public address" in caplog.text)
 
 
-def test_a_node_that_cannot_be_part_of_the_peer_is_told_why(key_file):
-    key = key_at(key_file, may_make=False)
+def test_a_node_that_cannot_be_part_of_the_peer_is_told_why(key):
     why = r"the node runs swarm 0\.0 with torch 1\.0, the peer"
-    with listening(key_file, Wanted(1, 1)) as nodes, pytest.raises(ConfigError, match=why):
+    with listening(key, Wanted(1, 1)) as nodes, pytest.raises(ConfigError, match=why):
         dialled(nodes, key, Node(1, 0, None, ("0.0", "1.0")))
 
 
-def test_nodes_that_left_before_they_were_called_are_not_counted(key_file):
-    key = key_at(key_file, may_make=False)
-    with listening(key_file, Wanted(1, 1), wait_s=0.4) as nodes:
+def test_nodes_that_left_before_they_were_called_are_not_counted(key):
+    with listening(key, Wanted(1, 1), wait_s=0.4) as nodes:
         dialled(nodes, key).close()
         with pytest.raises(WorkersFailed, match=r"within 0 s 0 of 1 workers .* a multiple of 2"):
             nodes._wanted = Wanted(1, 1, unit=2)
             nodes.called()
 
 
-def test_when_a_node_stays_away_the_others_go_on_and_a_spare_takes_its_place(key_file, caplog):
-    key = key_at(key_file, may_make=False)
-    with listening(key_file, Wanted(1, 2), wait_s=0.4) as nodes:
+def test_when_a_node_stays_away_the_others_go_on_and_a_spare_takes_its_place(key, caplog):
+    with listening(key, Wanted(1, 2), wait_s=0.4) as nodes:
         assert called_ranks(nodes) == []
         first = dialled(nodes, key)
         assert called_ranks(nodes) == [[1]]
@@ -401,9 +400,8 @@ def test_when_a_node_stays_away_the_others_go_on_and_a_spare_takes_its_place(key
             each.close()
 
 
-def test_nodes_that_come_back_are_worth_a_new_start_if_they_make_a_larger_crew(key_file):
-    key = key_at(key_file, may_make=False)
-    with listening(key_file, Wanted(2, 4, unit=2), wait_s=50) as nodes:
+def test_nodes_that_come_back_are_worth_a_new_start_if_they_make_a_larger_crew(key):
+    with listening(key, Wanted(2, 4, unit=2), wait_s=50) as nodes:
         assert not nodes.has_more(4, 50)
         wires = [dialled(nodes, key)]
         wait_until(lambda: nodes.has_more(5, 50))  # six are wanted
@@ -413,10 +411,9 @@ def test_nodes_that_come_back_are_worth_a_new_start_if_they_make_a_larger_crew(k
         wait_until(lambda: not nodes.has_more(5, 50))
 
 
-def test_an_agent_reports_its_workers_fate_and_dials_again(key_file, monkeypatch):
+def test_an_agent_reports_its_workers_fate_and_dials_again(key, monkeypatch):
     """With a controller that asks for more workers than there are."""
-    key = key_at(key_file, may_make=False)
-    with listening(key_file, Wanted(1, 1)) as nodes:
+    with listening(key, Wanted(1, 1)) as nodes:
         agent = Agent(("127.0.0.1", nodes.port), key, MINE)
         threading.Thread(target=agent.serve, kwargs={"once": True}, daemon=True).start()
         (member,) = nodes.called().members
@@ -429,16 +426,14 @@ def test_an_agent_reports_its_workers_fate_and_dials_again(key_file, monkeypatch
         member.kill()
 
 
-def test_a_first_command_that_comes_with_the_welcome_is_heard(key_file):
-    key = key_at(key_file, may_make=False)
+def test_a_first_command_that_comes_with_the_welcome_is_heard(key):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         agent = Agent(listener.getsockname(), key, MINE)
         threading.Thread(target=agent.serve, kwargs={"once": True}, daemon=True).start()
         end, _ = listener.accept()
         wire = Wire(end)
         assert admit(wire, key) == MINE.message()
-        begin = {"do": "begin", "count": 2, "rank": 1}
-        end.sendall(encoded({"welcome": True}) + encoded(begin))
+        end.sendall(encoded({"welcome": True}) + encoded({"do": "begin", "count": 2, "rank": 1}))
         assert "2 workers are asked for" in wire.wait(5)["lost"]
         wire.close()
 
@@ -453,9 +448,8 @@ def test_a_first_command_that_comes_with_the_welcome_is_heard(key_file):
         {},
     ],
 )
-def test_a_node_that_answers_for_others_or_without_being_asked_is_lost(key_file, answer):
-    key = key_at(key_file, may_make=False)
-    with listening(key_file, Wanted(1, 1)) as nodes:
+def test_a_node_that_answers_for_others_or_without_being_asked_is_lost(key, answer):
+    with listening(key, Wanted(1, 1)) as nodes:
         wire = dialled(nodes, key)
         (member,) = nodes.called().members
         segments = answer.pop("segments", [])
@@ -466,19 +460,19 @@ def test_a_node_that_answers_for_others_or_without_being_asked_is_lost(key_file,
         wire.close()
 
 
-def test_a_peer_that_has_to_go_waits_for_nobody_any_more(key_file):
+def test_a_peer_that_has_to_go_waits_for_nobody_any_more(key):
     goes_s = time.monotonic() + 0.5
     remaining = {"remaining_s": lambda: goes_s - time.monotonic()}
     with (
-        listening(key_file, Wanted(1, 1, unit=2), **remaining) as nodes,
+        listening(key, Wanted(1, 1, unit=2), **remaining) as nodes,
         pytest.raises(WorkersFailed, match=r"within [01] s 0 of 1 workers .* came"),
     ):
         nodes.called()
-    with listening(key_file, Wanted(1, 1), **remaining) as nodes:
+    with listening(key, Wanted(1, 1), **remaining) as nodes:
         assert nodes.called().members == []  # the local workers suffice
 
 
-def test_a_port_that_is_taken_is_a_wrong_setting(key_file):
+def test_a_port_that_is_taken_is_a_wrong_setting(key):
     why = r"compute\.workers_from: cannot listen on 127\.0\.0\.1:"
-    with listening(key_file, Wanted(1, 1)) as nodes, pytest.raises(ConfigError, match=why):
+    with listening(key, Wanted(1, 1)) as nodes, pytest.raises(ConfigError, match=why):
         Nodes(("127.0.0.1", nodes.port), b"", Wanted(1, 1), device="cpu", wait_s=1)

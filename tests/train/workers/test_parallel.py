@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def train(engine, run, steps):
 
 
 def is_same(run, left, right):
-    states = [dict(sorted(engine.state_dict().tensors.items())) for engine in (left, right)]
+    states = [dict(engine.state_dict().tensors) for engine in (left, right)]
     return same(left.read(all_names(run)), right.read(all_names(run))) and same(*states)
 
 
@@ -266,15 +267,10 @@ def test_workers_without_memory_are_started_again_one_level_lower(parallel, capl
 
 
 def test_workers_that_end_again_and_again_end_the_peer():
-    tries = []
-
-    def start():
-        tries.append(1)
-        raise Lost("worker 0 ended with status 1")
-
+    start = Mock(side_effect=Lost("worker 0 ended with status 1"))
     with pytest.raises(WorkersFailed, match="3 times in a row, the last time: worker 0 ended"):
         ParallelEngine(RUN, [EngineOptions.of(RUN)], start)
-    assert len(tries) == TRIES
+    assert start.call_count == TRIES
 
 
 def test_a_process_that_cannot_be_started_is_a_loss_and_no_error_of_ours(monkeypatch):
@@ -285,15 +281,10 @@ def test_a_process_that_cannot_be_started_is_a_loss_and_no_error_of_ours(monkeyp
 
 def test_without_a_level_below_no_memory_ends_the_peer():
     levels = [EngineOptions.of(RUN), replace(EngineOptions.of(RUN), recompute="routing")]
-    tries = []
-
-    def start():
-        tries.append(1)
-        raise Lost("worker 0: no memory", is_memory=True)
-
+    start = Mock(side_effect=Lost("worker 0: no memory", is_memory=True))
     with pytest.raises(OutOfMemory, match=r"no engine below .* is left: worker 0: no memory"):
         ParallelEngine(RUN, levels, start)
-    assert len(tries) == 2
+    assert start.call_count == 2
 
 
 @pytest.mark.exhaustive
@@ -321,9 +312,7 @@ def test_new_workers_go_on_from_the_private_state_on_disk(parallel, tmp_path):
     assert len([c for c in commands if c.message["do"] == "step"]) == 2
     state = engine.state_dict()
     os.kill(engine.pids[1], signal.SIGKILL)  # while it is being saved
-    assert same(
-        dict(sorted(state.tensors.items())), dict(sorted(straight.state_dict().tensors.items()))
-    )
+    assert same(dict(state.tensors), dict(straight.state_dict().tensors))
     assert train(engine, RUN, [7]) == train(straight, RUN, [7])
     assert is_same(RUN, engine, straight)
 
@@ -375,9 +364,7 @@ def is_gone(pid):
 
 
 @pytest.mark.exhaustive
-def test_workers_end_with_a_controller_that_is_killed_and_others_resume_bit_for_bit(
-    parallel, tmp_path
-):
+def test_workers_end_with_a_killed_controller_and_others_resume_bit_for_bit(parallel, tmp_path):
     """They end within 10 s, whatever they compute. The state on disk is whole, and resumes."""
     path = tmp_path / "private"
     command = [sys.executable, "-c", CONTROLLER, str(path)]

@@ -16,7 +16,7 @@ CAUGHT = {
     "tokens_carried": (4, "I16"),
     "encoded_anew": (2, "E3"),
     "reported_before_durable": (1, "E4"),
-    "left_over_at_once": (4, "E2"),
+    "left_over_at_once": (1, "E2"),
     "left_over_after_jump": (372, "E5"),
     "deltas_collected": (0, "E4"),
     "votes_without_deltas": (4, "E4"),
