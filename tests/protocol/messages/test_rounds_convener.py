@@ -384,8 +384,8 @@ def test_a_proposal_that_its_convener_cannot_fetch_is_given_up_without_its_sourc
 def test_a_convener_waits_for_blobs_that_a_voter_has() -> None:
     """Their source has refused them. The voter sends nothing yet, and other votes are missing."""
     pump = in_training("ABCDE")
-    convener, owner = first_of(pump), last_of(pump)
-    voter = others(pump, convener, owner)[0]
+    convener, owner = pump.first, pump.last
+    voter = pump.others(convener, owner)[0]
     pump.refuse_fetch = lambda peer, source, unit: (
         (peer, source) == (convener, owner) and unit.startswith("expert")
     )
