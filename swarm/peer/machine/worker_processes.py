@@ -63,7 +63,7 @@ def num_workers(compute: ComputeSection, device: str) -> int:
 
 
 def num_elsewhere(compute: ComputeSection) -> int:
-    """Workers that other machines bring; 0 for none.
+    """The number of workers on other machines; 0 for none.
 
     Raises:
         ConfigError: their address is not given, or this machine has no workers itself.
@@ -97,7 +97,7 @@ def _refuse_far_streaming(compute: ComputeSection) -> None:
 def meshes_of(
     compute: ComputeSection, workers: int, run: RunConfig, *, per_node: int = 0
 ) -> tuple[Mesh, ...]:
-    """Every layout of the model over a peer's workers; the planner takes the fastest.
+    """All ways to hold the model on a peer's workers; the planner takes the fastest.
 
     Args:
         compute: the person's decisions.
@@ -131,7 +131,7 @@ def meshes_of(
 def _tensors(
     compute: ComputeSection, workers: int, run: RunConfig, per_node: int
 ) -> tuple[int, ...]:
-    """Possible numbers of workers that split attention by heads; raises as `meshes_of`."""
+    """Possible numbers of workers over which heads are split; raises as `meshes_of`."""
     asked, here = compute.tensor_parallel, per_node or workers
     other = {
         "compute.expert_parallel": compute.expert_parallel not in {0, asked},
@@ -190,7 +190,7 @@ def _divisors(workers: int, most: int) -> tuple[int, ...]:
 def for_workers(
     run: RunConfig, compute: ComputeSection, machine: Machine, wishes: Wishes, workers: Fabric
 ) -> tuple[Machine, Wishes]:
-    """The share of each of a peer's workers, and the possible layouts of the model over them.
+    """The share of each of a peer's workers, and the possible ways to hold the model on them.
 
     Args:
         run: the model.
@@ -255,8 +255,8 @@ def place_of(run: RunConfig, compute: ComputeSection, share: Machine, workers: i
 def ready_for_nodes(compute: ComputeSection, state_folder: Path) -> None:
     """Makes the key for other machines and logs its path, if this peer wants their workers.
 
-    This is called before a text is read or a model is fetched, which may take hours. So workers
-    can be ready when this peer begins to wait for them.
+    Call this before a text is read or a model is fetched, which may take hours. Then workers can be
+    ready when this peer begins to wait for them.
 
     Raises:
         ConfigError: this peer cannot listen at the address.

@@ -1,4 +1,4 @@
-"""Events of a peer for its observer: a person's script, the command line, a drill."""
+"""Callbacks with which an observer (a script, a program, a drill) follows a peer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RoundReport:
 
     Attributes:
         manifest: the agreed state, with its round, members and owners of experts.
-        stats: of the local steps for it; None when this peer trained nothing for it.
+        stats: of the local steps for the manifest; None if this peer took none.
         counted: whether this peer's shared tensors are in the mean.
         wait_s: seconds from the offer until the manifest was applied.
         reason: for the protocol's decision, in a sentence.
@@ -39,19 +39,19 @@ class PeerObserver(RoundObserver):
     """
 
     def on_address(self, address: str) -> None:
-        """The network is up, and others may join at this address; called before any run event."""
+        """The network is up, and others may join at this address; the first callback."""
 
     def on_invitation(self, text: str) -> None:
-        """This peer founds a run with others, which join with this text; before `on_address`."""
+        """This peer founds a run that others join with this text; called before `on_address`."""
 
     def on_notice(self, line: str) -> None:
-        """One sentence about what joiners need, such as the run's text."""
+        """A sentence about something that joiners need, such as the run's text."""
 
     def on_joining(self) -> None:
         """This peer looks for a run to join, as a stranger."""
 
     def on_fetched(self, here: int, total: int) -> None:
-        """So many of the model's bytes have arrived; called in the node's thread while joining."""
+        """So many bytes of the model have arrived; called in the node's thread while joining."""
 
     def on_state(self, state: PeerState) -> None:
         """The peer enters another state, such as training or averaging."""
@@ -65,7 +65,7 @@ class PeerObserver(RoundObserver):
         """
 
     def on_saving(self) -> None:
-        """The offered values are stored, and the private state is not durable yet."""
+        """The offered values are stored, but the private state is not durable yet."""
 
     def on_round(self, report: RoundReport) -> None:
         """A manifest was applied: this peer's model is now the agreed one."""
