@@ -380,8 +380,7 @@ class PackSet:
     # ------------------------------------------------ durability; the caller holds `durability`
 
     def make_durable(self, wanted: Collection[str]) -> None:
-        """Makes blobs durable; raises StateError if the disk fails, MissingBlobs for missing
-        ones."""
+        """Makes blobs durable; raises StateError if the disk fails, or MissingBlobs."""
         new = self._new(wanted)
         doubtful = {d: place for d, place in new.items() if place.pack.is_doubtful}
         if doubtful:

@@ -1,4 +1,4 @@
-"""Processes that compute together, the operations between them, and the traffic of these.
+"""Processes that compute together, the operations between them, and their traffic.
 
 Sums are added up in the order of the ranks, so that their bits depend on the number of ranks alone.
 
@@ -25,15 +25,15 @@ from swarm.train.engine.mesh import Sets
 from swarm.train.engine.sizes import BUCKET
 
 PIPELINE, STAGE = "pipeline", "stage"
-"""Names of times that are not operations between ranks: a pipeline's schedule, and all forwards and
-backwards of the stage within it."""
+"""Names of durations that are not operations between ranks: a pipeline's schedule, and all forwards
+and backwards of the stage in it."""
 
 
 class Watch:
     """Adds up seconds by name.
 
-    On a GPU, seconds are measured between two events in its queue, so nothing waits for the GPU
-    until the seconds are read, once a step.
+    On a GPU, seconds are measured between two events in its queue. So the process waits for the GPU
+    only when the seconds are read, once a step.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Watch:
 
 
 COLLECTIVE_S = 1800.0
-"""Longest wait of a rank for the others. The controller ends all of them much sooner."""
+"""Longest wait of a rank for the others. The controller ends hanging workers much sooner."""
 
 
 class Disconnected(Exception):
@@ -80,7 +80,7 @@ class Disconnected(Exception):
 
 
 def meeting_at(host: str, port: int, *, listening: int | None = None) -> object:
-    """A store of torch.distributed by which ranks of several machines find each other.
+    """A store of torch.distributed with which ranks of several machines find each other.
 
     Args:
         host: address of the machine that listens.
@@ -133,7 +133,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The rank of this process in a set of processes that compute together: all of a peer, or some.
+    """The rank of this process in a set of a peer's processes, all or some, that compute together.
 
     Attributes:
         rank: of this process.
@@ -161,9 +161,9 @@ class Ranks:
         return range(count * rank // self.size, count * (rank + 1) // self.size)
 
     def part(self, parts: Sets) -> Ranks:
-        """The set that contains this rank, out of several disjoint sets of ranks.
+        """The set with this rank, out of several disjoint sets of ranks.
 
-        All ranks call it together. A second call with the same sets returns the same object.
+        All ranks make this call together. A second call with the same sets returns the same object.
 
         Args:
             parts: the sets, the same at all ranks.
@@ -178,8 +178,8 @@ class Ranks:
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Replaces contiguous fp32 tensors by their sums over the ranks, in the ranks' order.
 
-        Each element goes to one rank, which adds it up and sends the sum to all. This moves as many
-        bytes as a ring, and the order of additions is the same for every number of ranks.
+        Each element goes to one rank, which adds the values and sends the sum to all. This moves as
+        many bytes as a ring, but the values are always added in the order of the ranks.
 
         Raises:
             Disconnected: another rank has ended.
@@ -195,9 +195,9 @@ class Ranks:
                 part.copy_(total)
 
     def add_up_shares(self, shares: Sequence[Sequence[Tensor]]) -> None:
-        """Replaces this rank's share of fp32 tensors by its sums over the ranks, in their order.
+        """Replaces this rank's share of fp32 tensors by the sums over the ranks, in their order.
 
-        As `add_up`, but each sum stays at its rank.
+        Like `add_up`, but each sum stays at its rank.
 
         Args:
             shares: for each rank, flat views of the tensors whose sums it receives.
@@ -267,7 +267,7 @@ class Ranks:
         return self.united(rows)
 
     def united(self, numbers: Tensor) -> Tensor:
-        """Unites fp64 numbers on the CPU: one rank knows each number, and the others have 0 there.
+        """Unites fp64 numbers on the CPU. Only one rank knows each number; the others have 0 there.
 
         Raises:
             Disconnected: another rank has ended.
@@ -306,8 +306,8 @@ class Ranks:
     def total(self, part: Tensor, kind: str) -> Tensor:
         """The sum of tensors of one shape and any one type, on every rank: an all-reduce.
 
-        One rank adds up each element in fp32, in the order of the ranks, and rounds once. This
-        moves as many bytes as a ring. The record counts two operations of this `kind`.
+        For each element, one rank adds the values in fp32, in the order of the ranks, and rounds
+        once. This moves as many bytes as a ring. The traffic counts two operations of this `kind`.
 
         Raises:
             Disconnected: another rank has ended.
@@ -413,12 +413,12 @@ def _in_order(parts_RX: Tensor) -> Tensor:
 
 
 def _rounds(shares: Sequence[Sequence[Tensor]], most: int) -> Iterator[Sequence[Sequence[Tensor]]]:
-    """The shares of all ranks, in rounds with a limit of elements of each share."""
+    """The shares of all ranks, in rounds with at most so many elements of each share."""
     yield from itertools.zip_longest(*(_buckets(each, most) for each in shares), fillvalue=())
 
 
 def _buckets(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """Flat views of all elements, in lists with a limit of elements."""
+    """Flat views of all elements, in lists of at most so many elements."""
     bucket: list[Tensor] = []
     room = most
     for tensor in tensors:

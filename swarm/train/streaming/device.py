@@ -26,12 +26,12 @@ from swarm.train.streaming.bus import Bus, Mark
 from swarm.train.streaming.gradients import Accumulator, Buffers, GradientOffload
 
 READ_S = 120.0
-"""Seconds: a disk that takes longer to read a layer's frozen experts counts as broken."""
+"""A disk that takes longer than this to read a layer's frozen experts counts as broken."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Host memory that a place is filled from: a unit and, for a layer, its frozen experts."""
+    """Host memory from which a place is filled: a unit and, for a layer, its frozen experts."""
 
     unit: host_model.HostUnit
     frozen: host_model.FrozenUnit | None
@@ -50,8 +50,8 @@ class Place:
     Attributes:
         parameters: views of the trained part, by the parameters' names within the unit.
         layer: the decoder layer that computes with them; None for the head.
-        holds: the unit that is here or arriving, with its versions: trained part, frozen part.
-        free: reached once the device no longer uses the contents.
+        holds: the unit that is here or arriving, with the versions of its trained and frozen parts.
+        free: a mark, reached once the device no longer uses the contents.
     """
 
     def __init__(self, trained: Packing, frozen: Packing | None, device: torch.device) -> None:
@@ -144,7 +144,7 @@ class Places:
         return sum(place.num_bytes for place in [*self._own.values(), *self._shared])
 
     def prefetch(self, name: str) -> Place:
-        """Starts fetching a unit, if the device does not have its newest values yet."""
+        """Starts fetching a unit if the device does not have its newest values yet."""
         place = self._own.get(name) or self._choose(name)
         source = self._sources[name]
         frozen_version = source.frozen.version if source.frozen else 0

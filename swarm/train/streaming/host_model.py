@@ -58,10 +58,10 @@ def runs_of(begins: Sequence[int], num_bytes: int, ways: int) -> tuple[slice, ..
 
 
 class CommonOptimizer(OwnedOptimizer):
-    """An `OwnedOptimizer` of processes that make the same calls; one process loads the values."""
+    """An `OwnedOptimizer` of several processes with equal calls, one of which loads the values."""
 
     def __init__(self, settings: OptimizerConfig, form: MomentsFormat, memory: HostMemory) -> None:
-        """As `OwnedOptimizer`; moments are taken from `memory`."""
+        """Like `OwnedOptimizer`; moments are allocated in `memory`."""
         super().__init__(settings, form)
         self._memory = memory
 
@@ -89,7 +89,7 @@ class CommonOptimizer(OwnedOptimizer):
 
 
 def unit_shapes(run: RunConfig, layer_shapes: Mapping[str, Shape]) -> dict[str, dict[str, Shape]]:
-    """Unit -> name -> shape of its shared tensors, in the order of the forward pass.
+    """Shapes of the shared tensors, by unit and name, in the order of the forward pass.
 
     `layer_shapes` are those of a layer, named without the layer's prefix.
     """
@@ -113,7 +113,7 @@ class HostUnit:
         packing: of the masters.
         masters: fp32 views by parameter name; owned experts as stacks.
         wire_packing: of the copy for the device, whose matrices have the compute type.
-        version: rises with every submitted change, before the change is made.
+        version: rises with every submitted change, before that is made.
         pending: the unfinished update of this process's share.
     """
 
@@ -147,7 +147,7 @@ class HostUnit:
         self.pending: Future[bool] | None = None
         self._arenas: list[Arena] = []
         self._directions: dict[Piece, Tensor] = {}
-        """Muon's directions for the next update. The update itself computes the missing ones."""
+        """Muon's directions for the next update, which computes missing ones itself."""
 
     @property
     def layer(self) -> int | None:
@@ -243,7 +243,7 @@ class HostUnit:
             scale: the factor that the gradients still contain.
         """
         self.settle()
-        self._directions.clear()  # the step of those that are left was skipped
+        self._directions.clear()  # left over from a skipped step
         for piece in self.own_pieces():
             if piece.matrix is not None:
                 gradient_x = gradients[piece.name].view(-1)[piece.in_whole]
@@ -251,13 +251,13 @@ class HostUnit:
                 self._directions[piece] = self.optimizer.direction_of(piece, gradient_x).cpu()
 
     def decide(self, done: Future[bool]) -> None:
-        """Announces one more update by all processes; `done` completes with this one's share."""
+        """Announces an update by all processes; `done` completes with this process's share."""
         self.version += 1
         self._decided += 1
         self.pending = done
 
     def finish(self) -> None:
-        """Tells all processes that this one has made its oldest unfinished update."""
+        """Informs all processes that this one has made its oldest unfinished update."""
         self._finished_R[self._memory.rank] += 1
 
     def settle(self) -> None:
@@ -268,7 +268,7 @@ class HostUnit:
         self._memory.wait_until(self._finished_R, self._decided)
 
     def wait(self) -> None:
-        """As `settle`, but a second call does not raise the same error again."""
+        """Like `settle`, but a second call does not raise the same error again."""
         try:
             self.settle()
         finally:
@@ -299,9 +299,8 @@ class HostUnit:
 class FrozenUnit:
     """The frozen experts of one layer, in host memory or in memory-mapped files.
 
-    On disk, lent experts stay in the files that they were lent from. The unit's own file has the
-    other experts. The file is sparse: elements that were never written take no space, except one
-    block.
+    On disk, lent experts stay in their original files. The unit's own file has the other experts.
+    It is sparse: elements that were never written take no space, except one block.
 
     Attributes:
         packing: of the stacks' parts.
@@ -329,7 +328,7 @@ class FrozenUnit:
         """Whether anything was written to the unit's own file."""
 
     def own(self, owned: Sequence[int], masters: Mapping[str, Tensor]) -> None:
-        """Holds all experts except the owned ones; `masters` has values of newly frozen ones."""
+        """Holds all experts except the owned ones; `masters` has values of newly frozen experts."""
         experts = [e for e in range(self._run.model.num_experts) if e not in owned]
         if self._arena is not None and experts == list(self._row_of):
             return
@@ -352,7 +351,7 @@ class FrozenUnit:
         self.packing = frozen_packing(self._run, self._form, num_frozen)
         file = None
         if self._folder is not None:
-            # The old file is only unlinked: mapped parts of it can still be read.
+            # The old file is only unlinked, so that mapped parts of it can still be read.
             file = self._folder / f"frozen-{self.layer}"
         arena = self._memory.take(self.packing.num_bytes, pinned=self._pinned, file=file)
         return arena, stacks_of(self._form, self.packing.views(arena.buffer))
@@ -390,14 +389,14 @@ class FrozenUnit:
         return self.on_disk and matrix.dtype is DENSE_TYPES.get(self._form)
 
     def keep(self, expert: int, projection: str, matrix: Tensor) -> None:
-        """Uses a lent matrix from now on. Once all are lent, the unit's own file is emptied."""
+        """Uses a lent matrix from now on; empties the unit's own file once all are lent."""
         self._lent[expert, projection] = matrix
         self.version += 1
         if self._written and len(self._lent) == len(PROJECTIONS) * len(self._row_of):
             self._use(*self._new_arena(len(self._row_of)), written=False)
 
     def fill(self, target: Tensor) -> None:
-        """Reads everything into memory with the layout of `buffer`."""
+        """Reads all experts into memory with the layout of `buffer`."""
         if not self._lent:
             target.copy_(self.buffer)
             return
@@ -484,7 +483,7 @@ class HostStore:
     def own(self, owned: Sequence[int]) -> None:
         """Moves experts between masters and frozen storage; see `Engine.own`.
 
-        Cost: one layer exists twice at a time.
+        Needs memory for a second copy of one layer.
         """
         self._move(tuple(owned))
 
@@ -544,7 +543,7 @@ class HostStore:
                     self.frozen[layer].put(expert, projection, tensor)
 
     def _seen(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Raises versions for another process's writes; returns the biases, which are local."""
+        """Raises versions for writes by another process; returns the biases, which are local."""
         for name in named:
             self.shape(name)
             if not self._is_master(name):
@@ -565,7 +564,7 @@ class HostStore:
             self.units[unit_of(part.name)].write(part, values)
 
     def lend(self, named: Mapping[str, Tensor]) -> None:
-        """As `write`, but does not copy tensors of frozen experts on disk if their type fits."""
+        """Like `write`, but without copies of frozen experts on disk if their type fits."""
         self._check(named)
         copied = {}
         for name, tensor in named.items():

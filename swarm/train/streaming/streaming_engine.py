@@ -90,10 +90,10 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 class StreamingEngine:
     """An engine that keeps the model in host memory; see `Engine`.
 
-    With `optimizer.clip = "global"` the updates wait for the norm of all gradients and then
-    overlap the next step. With "unit", a unit is updated as soon as its gradients are on the host.
-    Then a unit whose gradient is not finite stays as it is, while units above it may have been
-    updated already.
+    With `optimizer.clip = "global"` the updates wait for the norm of all gradients and then overlap
+    the next step. With "unit", a unit is updated as soon as its gradients are on the host. Then a
+    unit whose gradient is not finite is unchanged, while units above it may have been updated
+    already.
     """
 
     def __init__(
@@ -144,12 +144,12 @@ class StreamingEngine:
 
     @property
     def device_bytes(self) -> int:
-        """Weights and gradients on the device; activations come on top."""
+        """Weights and gradients on the device, without activations."""
         return self._device.num_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Masters, moments, frozen experts, gradients, activation checkpoints; mapped files too."""
+        """Masters, moments, frozen experts, gradients, activation checkpoints, and mapped files."""
         return self._store.num_bytes + self._device.host_bytes + self._checkpoints.num_bytes
 
     def own(self, experts: Sequence[int]) -> None:
@@ -230,7 +230,7 @@ class StreamingEngine:
     # ------------------------------------------------ a step
 
     def before_update(self, wait: Callable[[], None]) -> bool:
-        """See `Engine`; False with clip "unit": units change while lower layers still compute."""
+        """See `Engine`; False with clip "unit", where units change while lower layers compute."""
         if not self._options.is_read_beside(self._run):
             return False
         self._drain()
@@ -349,7 +349,7 @@ class StreamingEngine:
     def _factors_of_unit(
         self, scale: float, norms: Mapping[str, Tensor]
     ) -> dict[str, Tensor] | None:
-        """Clipping factors of one unit, or None if its gradient is not finite.
+        """Clipping factors of one unit; None if its gradient is not finite.
 
         `scale` is the loss's scale in this step; the guard may have a new one for the next step.
         """

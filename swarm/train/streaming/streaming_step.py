@@ -61,13 +61,13 @@ class ActivationCheckpointStore:
             return
         host = self._kept[key]
         target = torch.empty_like(host, device=self._bus.device)
-        # Earlier computation may still use this memory.
+        # Earlier computation may still be using this memory.
         mark = self._bus.mark()
         self._back[key] = (target, self._bus.fetch(target, host, mark, self._left[key]))
         self._bus.keep(target)
 
     def take(self, key: Key) -> Tensor:
-        """The input, fp32 on the device; the store forgets it."""
+        """The input, fp32 on the device; removed from the store."""
         if self._where is ActivationCheckpoints.DEVICE:
             return self._kept.pop(key)
         self.prefetch(key)
@@ -77,7 +77,7 @@ class ActivationCheckpointStore:
         return target.float()
 
     def clear(self) -> None:
-        """Drops the leftovers of a step that failed."""
+        """Drops the inputs left by a failed step."""
         self._kept.clear()
         self._back.clear()
 
@@ -164,7 +164,7 @@ class Pass:
         return own, self._recalls[layer][index], self._controls[index].part(layer)
 
     def head(self, x: list[Tensor]) -> list[Tensor]:
-        """The gradients at the last layer's output, by micro-batch; adds up the head's own too."""
+        """Gradients at the last layer's output, by micro-batch; adds up the head's gradients."""
         self._device.begin_head(self._before)
         return [self._one_head(index, x_BTD.detach()) for index, x_BTD in enumerate(x)]
 

@@ -17,8 +17,7 @@ from swarm.train.workers.members import START_S, SYMPTOM_S, Lost, Member, Worker
 from swarm.train.workers.nodes import LOOK_S, Nodes
 
 OVERTIME_S = 10.0
-"""Longest time of a question when the peer's time to leave is over. Its last questions are
-short."""
+"""Limit of a question once the peer's time to leave is over; its last questions are short."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Place:
         size: number of workers on this machine.
         device: "cpu", or "cuda" with a separate GPU for each worker.
         threads: CPU threads of each.
-        backend: of torch.distributed. It is gloo also if several workers share a GPU.
+        backend: of torch.distributed; gloo on CPUs, and if several workers share a GPU.
     """
 
     size: int
@@ -43,9 +42,9 @@ class Crew:
 
     Attributes:
         place: of the workers of this machine.
-        pids: process ids, by rank. A process id from another node is valid only on that node.
-        is_starting: whether they are still catching up with the peer. Their commands then end with
-            the peer's time to leave. Later commands may exceed it a little.
+        pids: process ids, by rank; on another node, an id is valid there only.
+        is_starting: whether the workers are still catching up with the peer. Commands then end with
+            the peer's time to leave. Later commands may exceed that a little.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class Crew:
             The answers by rank.
 
         Raises:
-            Lost: the workers cannot be asked again, and must be ended.
+            Lost: the workers cannot be asked any more, and must be ended.
             WorkersFailed: the peer must end, and the workers first.
             SwarmError: raised by the workers.
             RuntimeError: a bug in the workers.
@@ -120,7 +119,7 @@ class Crew:
 
     @property
     def may_grow(self) -> bool:
-        """Whether nodes are waiting that would make a restarted crew larger."""
+        """Whether waiting nodes would make a restarted crew larger."""
         age_s = time.monotonic() - self._began_s
         return self._nodes is not None and self._nodes.has_more(self._size, age_s)
 
@@ -184,7 +183,7 @@ def _received(members: Sequence[Member]) -> dict[int, Message]:
 
 
 def _why_late(answers: Mapping[int, Message], size: int, what: str, within_s: float) -> str:
-    """Names the silent workers, or the failed one that the others wait for."""
+    """Names the silent workers, or the failed worker for which the others wait."""
     for rank, answer in answers.items():
         if "failed" in answer:
             return f"worker {rank} failed and the others wait: {answer['text']}"

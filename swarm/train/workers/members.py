@@ -17,12 +17,12 @@ from swarm.train.workers.exchange import Channel, Closed, Message
 logger = logging.getLogger(__name__)
 
 START_S = 300.0
-"""Longest time of loading torch from a slow disk and meeting the others."""
+"""Longest time to load torch from a slow disk and to meet the others."""
 END_S = 30.0
-"""Longest wait for a killed process. The system removes it at once, unless a driver holds it."""
+"""Longest wait for a killed process, which the system removes at once unless a driver holds it."""
 SYMPTOM_S = 10.0
-"""Longest wait for further answers after one rank has failed. The first failure may be only a
-symptom, and another rank then reports the cause within this time."""
+"""Longest wait for further answers after a rank has failed. The first failure may be only a
+symptom, whose cause another rank reports within this time."""
 
 
 class Lost(Exception):
@@ -74,8 +74,7 @@ class WorkerProcess(Member):
         Args:
             rank: of the worker.
             threads: its CPU threads.
-            interface: network interface by which it meets the others. None leaves the choice to
-                torch.
+            interface: network interface for meeting the others. None leaves the choice to torch.
 
         Raises:
             OSError: the system starts no process.

@@ -14,7 +14,7 @@ from typing import Any
 from swarm.errors import BadMessage, ConfigError
 
 MAX_WORKERS = 1024
-"""Most workers of one node. A larger number is surely an error."""
+"""Most workers of one node; a larger number must be an error."""
 MAX_NUMBER = 2**20
 DEFAULT_PORT = 31340
 
@@ -24,9 +24,9 @@ class Node:
     """The workers that a node offers, its hardware and its versions.
 
     Attributes:
-        workers: processes that it would start.
+        workers: processes that the node would start.
         gpus: GPUs that PyTorch finds there.
-        rank: the rank that a launcher has given to the node's process. None without a launcher.
+        rank: the rank that a launcher gave the node's process; None without a launcher.
         versions: of swarm and torch.
     """
 
@@ -101,7 +101,7 @@ class Wanted:
 
 
 def size_of(there: int, wanted: Wanted, *, is_late: bool) -> int:
-    """The number of workers with which a peer begins. 0 if it must wait, or cannot begin.
+    """The number of workers with which a peer begins; 0 if it must wait or cannot begin.
 
     Args:
         there: workers that are there, including its own.
@@ -139,17 +139,17 @@ def seats(nodes: Sequence[Node], wanted: Wanted, *, is_late: bool) -> list[range
 
 
 def _order(node: Node) -> tuple[bool, int]:
-    """Nodes in the order of the launcher's ranks. Nodes without a rank follow by arrival."""
+    """Sort key: nodes by their launcher's ranks, then nodes without a rank, by arrival."""
     return (node.rank is None, node.rank or 0)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The settings that a launcher gives to a process that it has started.
+    """The settings that a launcher gives to a process.
 
     Attributes:
-        local: the number of this worker on its machine, if this process is to be one worker. None
-            if it is to start all workers of its machine.
+        local: the number of this worker on its machine, if the process becomes one worker. None if
+            it starts all workers of its machine.
         rank: of this process among those that the launcher has started. None without a launcher.
         controller: host that the launcher names. None if it names none.
     """
@@ -162,8 +162,8 @@ class Launch:
 def launched_by(environment: Mapping[str, str]) -> Launch:
     """Reads the environment that torchrun or Slurm's srun gives to a process.
 
-    torchrun starts one process for each GPU. srun may start one process for each node, which then
-    starts all workers. It may also start several, which are one worker each.
+    torchrun starts one process for each GPU. srun starts either one process for each node, which
+    then starts all workers, or several, each of which becomes one worker.
     """
     controller = environment.get("MASTER_ADDR") or None
     local = _number(environment, "LOCAL_RANK")
