@@ -140,7 +140,7 @@ def standard_library_corpus() -> Corpus:
 
 
 def folder_corpus(folder: Path, column: str = TEXT, *, follow_links: bool = False) -> Corpus:
-    """As `listed_corpus`, with at least one file.
+    """Like `listed_corpus`, but requires at least one file.
 
     Raises:
         DataError: the folder is missing or has no file of these kinds. The error names some of its
@@ -188,7 +188,7 @@ class Split:
 
     Attributes:
         instead: the smallest digest of all documents. The document with this digest is held out if
-            by chance no other one is.
+            by chance no other document is.
     """
 
     instead: int | None = None

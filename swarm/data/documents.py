@@ -176,7 +176,7 @@ def pieces(file: BinaryIO) -> Iterator[bytes]:
 
     A longer text is cut after the last blank line in the second half of its first 64 KiB. Without
     one, it is cut after the last line end there, the last space, or the last whole character. The
-    rest is cut likewise.
+    rest is cut in the same way.
     """
     rest = b""
     while chunk := file.read(_READ_BYTES):

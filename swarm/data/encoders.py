@@ -223,7 +223,7 @@ class _Process:
         self._process.wait()
 
     def close(self) -> None:
-        """Closes the pipes, once nobody waits any more."""
+        """Closes the pipes once no caller waits."""
         for pipe in (self._process.stdin, self._process.stdout, self._said):
             assert pipe is not None
             with contextlib.suppress(OSError):  # input that the process did not read

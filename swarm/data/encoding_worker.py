@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 HEADER = struct.Struct("<IIQ")
 NO_PACKAGE = 3
-"""Exit code."""
+"""Exit code if the package tokenizers is missing."""
 DECODE = 1 << 31
 """Added to the number of documents of a batch of ids."""
 

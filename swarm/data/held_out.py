@@ -102,7 +102,7 @@ def held_out_documents(
 def whole_held_out(
     documents: Iterable[bytes], limit: int, *, are_held_out: bool = False
 ) -> list[bytes]:
-    """As `held_out_documents`, without cutting the last document, which may be no text."""
+    """Like `held_out_documents`, but without cutting the last document, which may be no text."""
     # A heap with the largest digest on top. heapq keeps the smallest on top, hence the sign.
     kept: list[tuple[int, bytes]] = []
     chosen = set[int]()

@@ -172,7 +172,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def opened_to_seek(path: Path) -> Iterator[BinaryIO]:
-    """As `opened`, for readers that seek. Unpacks a packed file into a temporary one.
+    """Like `opened`, for readers that seek: a packed file is unpacked into a temporary file.
 
     Raises:
         DataError, OSError: see `opened`.

@@ -171,7 +171,7 @@ class Loader:
         return batch_BT1
 
     def read(self, dealt: Dealt, local_step: int, batch_tokens: int) -> torch.Tensor:
-        """As `batch`, without a thread and reading ahead."""
+        """Like `batch`, but without a thread that reads ahead."""
         rows, rest = divmod(batch_tokens, self._length)
         assert not rest and rows, (batch_tokens, self._length)
         samples = samples_at(dealt, local_step * rows, rows)

@@ -131,10 +131,10 @@ class Contents:
         copies: documents that were left out as copies of earlier ones.
         repetitive: documents that were left out because they repeat a few tokens many times.
         file_bytes: size of the text files on disk.
-        skipped: reason -> number of skipped files, folders, lines and rows.
-        unread: suffix -> number of files that are not read because of their suffix.
+        skipped: number of skipped files, folders, lines and rows by reason.
+        unread: number of files that are not read because of their suffix, by suffix.
         skipped_names: the first 10,000 skipped names, with the reason.
-        unread_names: likewise the files that are not read because of their suffix.
+        unread_names: the first 10,000 files that are not read because of their suffix.
     """
 
     digest: str = ""

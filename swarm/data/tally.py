@@ -21,12 +21,11 @@ class Tally:
     Attributes:
         files: files that were read to their end.
         num_bytes: size of these files on disk.
-        skipped: reason -> number of files, folders, lines and rows that should be text but were
-            skipped.
-        unread: suffix -> number of files that were not read because of their suffix; see `HIDDEN`,
+        skipped: number of files, folders, lines and rows by the reason why they are no text.
+        unread: number of files that were not read because of their suffix, by suffix; see `HIDDEN`,
             `NO_SUFFIX`.
         named: the first `max_named` skipped names, with the reason.
-        left: likewise the files that were not read because of their suffix.
+        left: the first `max_named` files that were not read because of their suffix.
     """
 
     files: int = 0

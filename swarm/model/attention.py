@@ -94,7 +94,8 @@ class Positions(NamedTuple):
 
     Attributes:
         cos, sin: of the rotary angles, both fp32 [T, C / 2].
-        documents: attention stays within each. None: it sees the whole sequence.
+        documents: attention stays within each document. None: a token attends to its whole
+            sequence.
     """
 
     cos: Tensor
@@ -107,8 +108,8 @@ def rotary_tables(
 ) -> Positions:
     """Cosines and sines of the rotary angles.
 
-    Angles count from the sequence's beginning, also in documents that begin later, because
-    attention depends on differences alone.
+    Angles count from the sequence's beginning, even in documents that begin later, because
+    attention depends only on differences.
 
     Source: Su et al., arXiv 2104.09864, with the two halves of a head as the pairs, as in
     Transformers 5.23 `apply_rotary_pos_emb`.

@@ -71,8 +71,8 @@ def state_bytes_per_peer(run: RunConfig, num_peers: int) -> int:
     """Training state in memory: masters, gradients, moments and the frozen experts.
 
     16 bytes per trained parameter, 12 of a matrix under Muon. Activations, buffers of a running
-    round and the process itself come on top.
-    Source: fp32 AdamW; ZeRO (arXiv 1910.02054, section 3.1) counts alike.
+    round and the process itself are not included. Source: fp32 AdamW; ZeRO (arXiv 1910.02054,
+    section 3.1) counts in the same way.
     """
     trained = trained_per_peer(run, num_peers)
     frozen = parameters(run.model).total - trained
@@ -122,8 +122,9 @@ def bytes_sent_per_peer_per_round(run: RunConfig, num_peers: int) -> float:
     reducer, which sends the mean to everybody: 2 (N-1) times in all. X are the bytes of the
     experts. R-1 owners send their values to the owner that averages, which sends the result to the
     N-1 others. The peer receives as many bytes. X counts once in `round.experts_every` rounds, S
-    once in `round.shared_every`. With `round.stagger` each round has its share. Otherwise rounds
-    with experts have more than the mean. Control messages, joiners and repeats are not counted.
+    once in `round.shared_every`. With `round.stagger` every round moves the same share. Otherwise
+    rounds with experts move more than the mean. Control messages, joiners and repeats are not
+    counted.
     """
     owners = min(run.ownership.owners_per_expert, num_peers)
     shared = 2 * _moved_shared_bytes(run) * (num_peers - 1) / run.round.shared_every
@@ -144,7 +145,7 @@ def _moved_shared_bytes(run: RunConfig) -> int:
 
 
 def _moved_expert_bytes(run: RunConfig) -> int:
-    """Bytes of all experts, likewise."""
+    """Bytes of all experts of a round. With a coding, the bytes of their deltas."""
     if run.wire.experts_coding == "none":
         return expert_wire_bytes(run)
     each = elements_bytes(parameters(run.model).per_expert, run.wire.experts_coding)

@@ -55,7 +55,7 @@ class Assumptions:
 
 ASSUMED = Assumptions()
 TRANSFERS_ALONE = Assumptions(1.0, 0.0, (0.0, 0.0), (0.0, 0.0, 0.0), 1, math.inf)
-"""For measured rates."""
+"""Assumptions for measured rates: transfers alone take time."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ class Setting:
 
     Attributes:
         shared: type or coding of the shared tensors, a key of `CODING_BYTES`.
-        experts: likewise.
+        experts: type or coding of the experts, a key of `CODING_BYTES`.
         rounds: P, rounds of a cycle. Each moves its slice of the due values, so all move as many
             bytes.
         shared_every: rounds between two exchanges of a shared tensor.
-        experts_every: likewise of an expert.
+        experts_every: rounds between two exchanges of an expert.
         owners: R.
         overlap: whether rounds overlap the next local steps.
         price: None if unknown.
@@ -106,7 +106,7 @@ class LinkPlan:
     Attributes:
         cycle_bytes: sent by a peer in a cycle, and also received.
         transfer_s: seconds for these bytes.
-        round_s: from one round's beginning to the next one's, including local steps.
+        round_s: from the beginning of a round to that of the next, including local steps.
         delay_share: the part of a cycle after which local steps see the result of a round.
         utilisation: share of time spent computing.
         link_busy: share of time in which the slower direction carries bytes.

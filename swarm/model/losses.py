@@ -30,7 +30,7 @@ class Losses(NamedTuple):
 
     Attributes:
         total: differentiable scalar, the weighted sum.
-        cross_entropy: mean over tokens, in nats; detached, as all fields below.
+        cross_entropy: mean over tokens, in nats; detached, like all fields below.
         balance: see `balance_loss`.
         router_z: see `router_z_loss`.
         output_z: mean over tokens of the squared log-sum-exp of the output logits.
@@ -175,13 +175,13 @@ class LayerTerms(NamedTuple):
     Attributes:
         mean_E: mean probability of each expert. Where processes share the tokens, the mean is over
             this process's tokens until `of_all`.
-        z: mean over tokens of the squared log-sum-exp of the logits, likewise.
+        z: mean over the same tokens of the squared log-sum-exp of the logits.
         tokens_E: int64, tokens that chose each expert, dropped ones included.
         dropped: int64 scalar, choices that exceeded an expert's capacity.
         num_tokens: of the micro-batch.
         top_k: experts of a token.
         similarity: CKA of P pairs of experts [P]. None if it was not measured.
-        pair_P2: int64 [P, 2], these pairs, likewise.
+        pair_P2: int64 [P, 2], these pairs. None if not measured.
     """
 
     mean_E: Tensor

@@ -1,11 +1,11 @@
 """Masks of a micro-batch: for attention within documents, and for the loss.
 
 Attention within documents needs no mask, because each document is computed as its own sequence. So
-every kernel for causal attention works, with fewer products than over the whole window. Documents
-of similar lengths are computed together. Torch's fused kernel with a mask takes longer than the
-whole window without one (`scripts/benchmarks/bench_documents.py`). cuDNN's kernels, which torch
-prefers on some GPUs, are not used, because they need a new plan for each number of documents and
-width.
+any kernel for causal attention works, and computes fewer products than over the whole window.
+Documents of similar lengths are computed together. Torch's fused kernel with a mask takes longer
+than the whole window without one (`scripts/benchmarks/bench_documents.py`). cuDNN's kernels, which
+torch prefers on some GPUs, are not used, because they need a new plan for each number of documents
+and width.
 
 Shapes: B sequences, T tokens of a sequence, N = B * T, D hidden size, H heads, C size of a head;
 S documents of one width, W their width, M places in all of them.
@@ -199,7 +199,8 @@ class Masked(NamedTuple):
     """Masks of one micro-batch, on the computing device.
 
     Attributes:
-        documents: attention stays within each. None: it sees the whole sequence.
+        documents: attention stays within each document. None: a token attends to its whole
+            sequence.
         scored_BT: bool, predictions in the cross-entropy and the output z-loss. None: all.
         mean_over: divisor of sums: scored predictions of the step per micro-batch.
             So the mean over micro-batches is a mean over predictions. None: the predictions of this

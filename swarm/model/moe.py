@@ -1,4 +1,4 @@
-"""Router and experts of one layer. Owned and frozen experts lie in separate tensors.
+"""Router and experts of one layer. Owned and frozen experts are in separate tensors.
 
 Shapes: N tokens, D hidden size, I inner size of an expert, E experts, K experts of a token.
 """
@@ -31,12 +31,12 @@ class Routing(NamedTuple):
 
     Attributes:
         logits_NE: fp32, without noise. Where processes share the tokens, only this process's.
-        probabilities_NE: the scores by which experts are chosen, summing to 1, likewise.
+        probabilities_NE: the scores by which experts are chosen, summing to 1. Same tokens.
         weight_NK: weight of each chosen expert, 0 if it was dropped.
         expert_NK: the chosen experts, the best first.
         kept_NK: the choices within capacity. None if nothing is ever dropped.
         similarity: CKA of P pairs of experts [P]. None if it was not measured.
-        pair_P2: int64 [P, 2], these pairs, likewise.
+        pair_P2: int64 [P, 2], these pairs. None if not measured.
     """
 
     logits_NE: Tensor
@@ -184,7 +184,7 @@ class ExpertBank(nn.Module):
     def __init__(
         self, model: ModelConfig, storage: Storage, *, here: Sequence[int] | None = None
     ) -> None:
-        """Holds the experts `here`, all of them frozen. None for every expert."""
+        """Holds the experts `here`, all of them frozen. None: every expert."""
         super().__init__()
         self.num_experts, self.compute = model.num_experts, storage.compute
         self.form = storage.frozen
@@ -267,7 +267,7 @@ class ExpertBank(nn.Module):
         return masters if owned else self.frozen[projection], self.row_of[expert]
 
     def inputs(self, x_ND: Tensor) -> Tensor:
-        """The tokens for the experts: these, or where processes share tokens, those of all."""
+        """Tokens for the experts: `x_ND`, or where processes share tokens, those of all."""
         return x_ND
 
     def forward(self, x_ND: Tensor, routing: Routing, recall: Recall | None = None) -> Tensor:

@@ -114,7 +114,7 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, list[moe.Routing]]:
         """Passes the residual stream, fp32 [B, T, D], through the stage or some of its layers.
 
-        `length` is T, also where processes share the tokens.
+        `length` is T, even where processes share the tokens.
         """
         positions = rotary_tables(length, self.dim_per_head, self.rope_theta, x_BTD.device)
         positions = positions._replace(documents=documents)
@@ -218,7 +218,7 @@ class Transformer(nn.Module):
 
     @property
     def owned_here(self) -> tuple[int, ...]:
-        """The owned experts whose masters are in this model. All, unless processes share them."""
+        """Owned experts whose masters are in this model: all, unless processes share experts."""
         return self._bank.owned_here
 
     def own(self, experts: Sequence[int]) -> None:
@@ -331,7 +331,7 @@ class Transformer(nn.Module):
 
     @property
     def _bank(self) -> moe.ExpertBank:
-        """Any bank. All own the same experts."""
+        """Any bank, since all own the same experts."""
         return self.banks[self.stage.layers[0]]
 
     def _head(self) -> Tensor:

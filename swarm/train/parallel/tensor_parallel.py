@@ -559,8 +559,7 @@ class HeadsEngine(RankEngine):
         return super()._told(mine, rows if self._group.rank == 0 else (), shape)
 
     def _add_up(self) -> None:
-        """Adds up gradients: of heads and experts over ranks with the same ones, others over the
-        stage.
+        """Adds up gradients: of heads and experts over ranks with the same, others over the stage.
 
         The gradient of any other tensor comes from this rank's tokens only.
         """
