@@ -148,8 +148,7 @@ class Swarm:
         return replace(self.first, round=number, height=number, step=3 * number)
 
     def is_lost(self, number: int) -> bool:
-        """Whether all peers have lost a round's values. Those of the last round are lost at
-        once."""
+        """Whether all peers have lost a round's values. The last round's are lost at once."""
         return number == self.last or self.round - number > 5
 
     def bring(self, manifest: Manifest, form: object, within_s: float = 60.0) -> Any:

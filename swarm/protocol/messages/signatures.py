@@ -76,10 +76,12 @@ def outline_of(message: messages.Message) -> Claim:
 def refusal_of(claim: Claim, standing: Standing) -> str | None:
     """Why a message is refused because of its sender, in a short word; None if it is not.
 
-    | from a stranger | | |---|---| | HELLO, PREPARE | taken: they name no blobs, and show a
-    returning peer who is ahead | | READY | taken without offer and vote, as a wish to join | |
-    COMMIT | taken with a small proof, which decides whether its manifest is fetched | | ROSTER,
-    REDUCED, PROPOSE, ACCEPT | refused: no stranger takes part in a round |
+    | from a stranger | |
+    |---|---|
+    | HELLO, PREPARE | taken: they name no blobs, and show a returning peer who is ahead |
+    | READY | taken without offer and vote, as a wish to join |
+    | COMMIT | taken with a small proof, which decides whether its manifest is fetched |
+    | ROSTER, REDUCED, PROPOSE, ACCEPT | refused: no stranger takes part in a round |
 
     From a trainee, ROSTER, PROPOSE and ACCEPT are refused.
     """
