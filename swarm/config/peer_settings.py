@@ -20,8 +20,8 @@ class PeerSection(Section):
     wait_for_peers: Positive = 1
     """A founder starts the first round when this number of peers is present."""
     open_gathering: bool = False
-    """A founder counts the peers that come first, strangers included. Each of these peers is a
-    voter from the start."""
+    """A founder counts the peers that come first, strangers included. Each of them votes from the
+    start."""
     linger_s: Annotated[float, Field(ge=0)] = 60.0
     """How long a finished peer keeps serving after the last fetch; a day at most."""
     leave_timeout_s: PositiveReal = 120.0
@@ -120,9 +120,9 @@ class ComputeSection(Section):
     CPU. off: the peer's own process computes."""
     expert_parallel: NonNegative = 0
     """Number of these processes that share the experts; tokens travel to their experts. The number
-    divides that of the processes. 1: experts are not shared. 0: the number that is predicted to be
-    fastest and fits. With `pipeline` the processes of each stage share its experts, 0 means 1, and
-    the product of both settings divides the number of processes."""
+    divides that of the processes. 1: not shared. 0: the fastest by prediction that fits. With
+    `pipeline` the processes of each stage share its experts, 0 means 1, and the product of both
+    settings divides the number of processes."""
     shard: Literal["auto", "none", "state"] = "auto"
     """Of a tensor that several processes hold: state cuts masters and moments, so that each process
     keeps a share. none: every process keeps them whole. auto cuts them where they do not fit
@@ -130,18 +130,18 @@ class ComputeSection(Section):
     pipeline: Annotated[int, Field(ge=0, le=64)] = 0
     """Stages of a pipeline, each a process with some of the layers, through which micro-batches
     flow: for GPUs without NVLink. The number divides that of the processes. 1: no pipeline. 0: the
-    number that is predicted to be fastest and fits."""
+    fastest by prediction that fits."""
     tensor_parallel: Annotated[int, Field(ge=0, le=64)] = 0
     """Number of these processes, on one machine, that share a micro-batch: attention by heads,
     experts by number, all else by tokens. This suits wide layers, long sequences or steps of few
     micro-batches on a fast bus. The number divides the key/value heads and the tokens of a
-    sequence. 1: micro-batches are not shared. 0: the number that is predicted to be fastest and
-    fits. With `pipeline` each stage is cut, and 0 means 1."""
+    sequence. 1: not shared. 0: the fastest by prediction that fits. With `pipeline` each stage is
+    cut, and 0 means 1."""
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
     """1f1b: a stage begins with backward as soon as it can, so it keeps few micro-batches. gpipe:
-    all forward, then all backward; always used for a step with fewer micro-batches than stages.
-    interleaved: 1f1b with `pipeline_chunks` runs of layers in each process. The processes wait
-    less, send more and keep more. With too few layers for the runs, it is 1f1b."""
+    all forward, then all backward; also used with fewer micro-batches than stages. interleaved:
+    1f1b with `pipeline_chunks` runs of layers in each process. The processes wait less, send more
+    and keep more. With too few layers for the runs, it is 1f1b."""
     pipeline_chunks: Annotated[int, Field(ge=2, le=16)] = 2
     """Runs of layers in each process of an interleaved pipeline."""
     bus: Literal["auto", "nvlink", "pcie"] = "auto"
@@ -168,8 +168,7 @@ class ComputeSection(Section):
     frozen: Literal["run", "fp32", "bf16", "int8"] = "run"
     """How this machine stores experts that it does not own."""
     moments: Literal["auto", "fp32", "bf16", "int8"] = "auto"
-    """Type of AdamW's moments; auto takes a smaller type than fp32 only where nothing fits with
-    fp32."""
+    """Type of AdamW's moments; auto takes fp32 unless only a smaller type fits."""
     recompute: Literal["auto", "none", "layer", "routing"] = "auto"
     """What the resident engine computes again for backward: nothing, layers, or layers with their
     routing kept."""

@@ -207,8 +207,8 @@ class DataConfig(section.Section):
     """Subfolders of the text's folder, with weights: [["web", 0.7], ["code", 0.3]] takes 70 % of
     the bytes from web, until one folder has no more. Empty: the text is not mixed."""
     validation_bytes: Annotated[int, Field(ge=64, le=1_000_000)] = 65_536
-    """Bytes of held-out text. The first manifest has their tokens, and every `val_loss` is measured
-    on these tokens."""
+    """Bytes of held-out text. Their tokens are in the first manifest, and every `val_loss` is
+    measured on them."""
 
 
 class TrainConfig(section.Section):
@@ -235,7 +235,7 @@ class OptimizerConfig(section.Section):
     kind: Optimizer = "adamw"
     """muon: Muon updates the matrices of attention and experts, AdamW all else."""
     lr: Annotated[float, Field(gt=0, le=1)]
-    """Learning rate after the warm-up; AdamW moves a weight by about the learning rate a step."""
+    """Learning rate after the warm-up; AdamW moves a weight by about this much a step."""
     matrix_lr: Annotated[float, Field(gt=0, le=1)] | None = None
     """Learning rate of Muon's matrices after the warm-up; by default `lr`."""
     betas: tuple[section.Share, section.Share] = (0.9, 0.95)
@@ -321,8 +321,8 @@ class RoundConfig(section.Section):
     """T_roster: after this time a roster may close without silent peers, if a quorum has
     offered."""
     reform_after_s: section.Seconds | None = None
-    """Silence after which a lost majority is given up. Default: 600 s, or the longest time of an
-    attempt at a round if that is longer."""
+    """Silence after which a lost majority is given up. Default: 600 s, or an attempt's longest time
+    if longer."""
 
 
 class OwnershipConfig(section.Section):

@@ -103,7 +103,7 @@ class Kill(_OfOnePeer):
 
     kind: Literal["kill"]
     for_s: Seconds | None = None
-    """Time after which the peer starts again on its state. Without it the peer stays dead."""
+    """Seconds until a restart on its state. Without it the peer stays dead."""
 
 
 class Restart(_OfOnePeer):
@@ -140,7 +140,7 @@ class Leave(_OfOnePeer):
 
     kind: Literal["leave"]
     for_s: Seconds | None = None
-    """Time after the request to leave at which the peer starts again, if it has ended by then."""
+    """Seconds from the request to leave until a restart, if the peer has ended by then."""
 
 
 class Join(section.Section):
