@@ -14,7 +14,7 @@ class PeerSection(Section):
     """This peer's place in the run."""
 
     name: Annotated[str, Field(max_length=64, pattern=PRINTABLE)] = ""
-    """A name for people only; by default the host's name and the end of the peer id."""
+    """For people only; by default the host's name and the end of the peer id."""
     capacity: PositiveReal = 1.0
     """Relative share of experts that this peer wants to own."""
     wait_for_peers: Positive = 1
@@ -151,8 +151,7 @@ class ComputeSection(Section):
     """Rate between this machine and the others that compute for the peer, each way, Gbit/s. Like
     `bus`, it is only used for predictions."""
     remote_workers: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Number of further processes that compute for this peer on other machines, where
-    `swarm-worker` runs."""
+    """Number of workers on other machines, where `swarm-worker` runs."""
     workers_from: str = ""
     """HOST:PORT of this machine in a private network, where other machines' workers dial in. Unless
     the host is a public address, machines that dial from a public address are refused."""
