@@ -1,8 +1,8 @@
 """A swarm in one process, without a network, to measure the effect of a method on the loss.
 
-Nothing is computed here. Local steps, schedule of the units, deltas, weights of a mean, the mean
-and its remainder, adoption, owners and merges are the functions that a peer calls. Tests compare
-the result, bit for bit, with the plain reference of SPES and with swarms of processes.
+This module computes nothing itself. Local steps, schedule of the units, deltas, weights of a mean,
+the mean and its remainder, adoption, owners and merges are the functions that a peer calls. Tests
+compare the result, bit for bit, with the plain reference of SPES and with swarms of processes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Tip(NamedTuple):
     entries: Mapping[str, Entry]
     owners: Mapping[int, tuple[str, ...]]
     ownerless: frozenset[str] = frozenset()
-    """None: each expert has an owner here."""
+    """Empty, since each expert has an owner here."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ class Move:
     """A change of a unit by a round or a merge.
 
     Attributes:
-        layout: of the unit.
+        layout: layout of the unit.
         before: bytes of its previous agreed value.
-        after: bytes of the new one.
-        offered: each source's offer, a delta or a value. None for a merge.
+        after: bytes of the new agreed value.
+        offered: the offer of each source, a delta or a value. None for a merge.
     """
 
     layout: UnitLayout
@@ -94,11 +94,11 @@ class InProcessSwarm:
 
         Args:
             run: exact, or with codings.
-            loader: of the common text.
-            delay: local steps of a peer until it has the result of a round without waiting for it,
-                at most those of a round. 0: it waits.
-            owners: of each expert, by peer ids. None: the owners among new peers with equal
-                machines.
+            loader: loader of the common text.
+            delay: local steps that a peer takes before it has the result of a round, at most those
+                of a round. 0: it waits for the result.
+            owners: owners of each expert, by peer ids. None: those that new peers with equal
+                machines would get.
         """
         self.run, self.loader, self.delay = run, loader, delay
         self.layout = layout_of(run)
@@ -245,7 +245,7 @@ class InProcessSwarm:
         self._pending = []
 
     def _follow(self, peer: str, engine: Engine, move: Move) -> None:
-        """As `LiveModel.adopt`, for a peer that every round counts."""
+        """Like `LiveModel.adopt`, for a peer that every round counts."""
         layout, before, after = move.layout, _reader(move.before), _reader(move.after)
         if peer not in self._sources(layout.unit):
             engine.write(dict(read_tensors(layout, self.layout.shapes, after)))

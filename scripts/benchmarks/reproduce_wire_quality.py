@@ -6,8 +6,8 @@ way to exchange and one seed. The same seed means the same initial weights and t
 cycle is 20 local steps in all cells, and experts are merged after the same cycles. Groups:
 
 main      centralised, exact SPES, and the settings of the run files for home links: about 1/18 and
-          1/33 of fp32 DiLoCo's bytes. "late" is for lines with 20 Mbit/s up, where a round lasts
-          for most of the steps that it overlaps
+          1/33 of fp32 DiLoCo's bytes. "late" is for lines with 20 Mbit/s up, where a round takes
+          most of the time of the overlapped steps
 muon      the same training with Muon for matrices: centralised, exact, at home, with two owners
 frontier  the other codings, whole rounds that wait, two owners, and slices without coding
 
@@ -38,7 +38,7 @@ RUNS = Path(__file__).parents[2] / "configs" / "runs"
 CYCLE = 20
 """H: local steps of a cycle."""
 PEERS, SEQUENCES = 4, 16
-"""N, and the sequences of a step of all peers together."""
+"""N, and the sequences of all peers in a step."""
 DILOCO = Setting("fp32", "fp32", owners=PEERS)
 
 
@@ -61,16 +61,16 @@ class Variant:
     """A way to exchange.
 
     Attributes:
-        label: in the table and the picture.
+        label: label in the table and the picture.
         shared: coding of the shared tensors.
         experts: coding of the experts.
-        rounds: of a cycle. Each averages all shared tensors.
+        rounds: rounds of a cycle. Each round averages all shared tensors.
         experts_every: rounds between two exchanges of an expert.
-        owners: of an expert.
-        delay: local steps until a round's result is here. 0: steps wait for it.
+        owners: owners of an expert.
+        delay: local steps until a round's result is here. 0: steps wait for the result.
         peers: 1 trains all on one machine, with the batches of all.
         optimizer: "adamw" or "muon".
-        lr: of the optimizer, for matrices of Muon too.
+        lr: learning rate of the optimizer, also for Muon's matrices.
     """
 
     label: str
@@ -149,7 +149,7 @@ def cells() -> Iterator[Cell]:
 
 
 def run_of(variant: Variant, seed: int, scale: Scale) -> RunConfig:
-    """A cell as a run file: any swarm could train it."""
+    """A cell's run file, which any swarm could train."""
     sequences = SEQUENCES // variant.peers
     overrides = (
         f"run.seed={seed}",

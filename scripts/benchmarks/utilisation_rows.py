@@ -92,16 +92,16 @@ class Case:
     Attributes:
         mode, link, model: their names.
         num_peers: N.
-        scale: bytes of its cycle divided by those of the real run's cycle.
-        compute_s: of the steps of a cycle.
+        scale: bytes of its cycle divided by the bytes of the real run's cycle.
+        compute_s: seconds of the steps of a cycle.
         steps: H.
         plan: the prediction of swarm-plan.
-        real: its prediction for the real run.
+        real: the prediction of swarm-plan for the real run.
         overrides: settings of the rehearsed run. () with a server.
         sizes: elements that a server exchanges.
         slower: divisor of the links' rates.
         congestion: TCP's congestion control. None: this machine's.
-        cap: of uploads, as a share of the uplink. None: no cap.
+        cap: cap of uploads, as a share of the uplink. None: no cap.
         last: the last peer's link, if it differs. The figures are then those of the other peers.
     """
 
@@ -211,7 +211,7 @@ def sizes_of(run: RunConfig, scale: float, num_peers: int) -> Sizes:
 
 
 def server_plan(sizes: Sizes, link: LinkRates, server: LinkRates, compute_s: float) -> Planned:
-    """Each way takes the slower of a peer's line and its part of the server's line."""
+    """The plan with a server: the slower of a peer's line and its part of the server's."""
     (up, down), (its_up, its_down) = (carried_mbit(each, sizes.peers) for each in (link, server))
     there_s = sizes.sent * 8e-6 / min(up, its_down / sizes.peers)
     back_s = sizes.received * 8e-6 / min(down, its_up / sizes.peers)
@@ -320,7 +320,7 @@ def figures_of(
     """A peer's figures in the cycles after the first.
 
     Args:
-        lines: from its timed_peer.py.
+        lines: the output of its timed_peer.py.
         events: its applied manifests, from its history.
         case: the measured row.
         cycles: number of counted cycles.
