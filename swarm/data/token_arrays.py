@@ -31,7 +31,7 @@ _MAGIC = 20240520
 _HEADER_INTS = 256
 _READ_TOKENS = 2**22
 _SURE = 64
-"""If every second one of so many ids is 0, the file has 4 bytes per id but was read with 2."""
+"""Number of ids. If every second id is 0, the file has 4 bytes per id but was read with 2."""
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,10 @@
 """What goes wrong in a local swarm, and when: reads a plan in TOML into frozen faults.
 
-```toml
-seed = 7                # of everything random below
-max_down = 1            # random faults wait while so many peers are away; default: a minority
-step_s = 0.5            # a local step takes at least so long: compute as a timed wait
+```toml seed = 7 # of everything random below max_down = 1 # random faults wait while this many
+peers are away; default: a minority step_s = 0.5 # least seconds of a local step, filled with a wait
 
-[[fault]]
-kind = "kill"           # kill -9; with `for_s` the peer is started again after so long
-peer = "convener"       # a number, a role, or "random"
-at = { round = 5, phase = "propose" }
-for_s = 5.0
+[[fault]] kind = "kill" # kill -9; with `for_s` the peer starts again after that time peer =
+"convener" # a number, a role, or "random" at = { round = 5, phase = "propose" } for_s = 5.0
 
 [[fault]]
 kind = "pause"

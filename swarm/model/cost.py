@@ -81,7 +81,7 @@ def state_bytes_per_peer(run: RunConfig, num_peers: int) -> int:
 
 
 def private_bytes(run: RunConfig, num_owned: float) -> int:
-    """Masters and moments in fp32, as a private state has them, with so many experts.
+    """Bytes of masters and moments in a private state, in fp32, for `num_owned` experts.
 
     12 bytes per trained parameter, 8 of a matrix under Muon, which has one moment.
     """

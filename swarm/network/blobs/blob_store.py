@@ -480,7 +480,7 @@ class BlobStore:
         """Releases the room of dropped blobs; not for the network thread.
 
         Packs without blobs are deleted. Packs that are less than half full are rewritten: their
-        blobs are read and written again. Other threads may use the store meanwhile.
+        blobs are read and written again. Other threads may use the store during this work.
 
         Args:
             is_ended: asked at every piece; once it is true, packs stay as they are.

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 READ_BYTES = 2**30
 """Most bytes of one read call; Linux returns at most 2 GiB minus a page."""
 WRITEBACK_BYTES = 16 * 2**20
-"""After so many written bytes, the system is asked to start writing them to the disk."""
+"""Written bytes after which the system is asked to start writing them to the disk."""
 _SYNC_FILE_RANGE_WRITE = 2
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 """The C function; only Linux has it, and Python has no interface to it."""
@@ -425,8 +425,8 @@ class PackSet:
     def shrink(self, is_ended: Callable[[], bool]) -> None:
         """Deletes packs that are garbage, then rewrites those that are mostly garbage.
 
-        Packs that become garbage meanwhile are included. `durability` is held only while the copies
-        of one pack are made durable.
+        Packs that become garbage during the call are included. `durability` is held only while the
+        copies of one pack are made durable.
 
         Args:
             is_ended: called with every piece; once it is true, packs stay as they are.

@@ -313,8 +313,8 @@ async def _send_content(
     """Sends a range of a blob, each part in its turn; yields the size of each part.
 
     Raises:
-        ConnectionError: the blob was removed or truncated meanwhile. The head has been sent, so
-            the asking side learns of this only by the stream's early end.
+        ConnectionError: the blob was removed or truncated during the transfer. The head has been
+            sent, so the asking side learns of this only by the stream's early end.
     """
     file = store.file_of(digest) if len(span) > SMALL_BYTES else None
     for start in span[::most]:

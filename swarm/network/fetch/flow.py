@@ -147,7 +147,7 @@ class Flow:
             ask = Ask(piece.blob.digest, start, PIECE_BYTES, piece.blob.needs_index)
             self._unsent += ask.encode()
         if self._unsent:
-            # Requests are tiny. If the socket is full all the same, the rest is sent with the next
+            # Requests are tiny. If the socket is full nevertheless, the rest is sent with the next
             # request. The receiving code notices an ended stream; other callers continue.
             with suppress(OSError):
                 # The flag is needed because a thread may have made the socket blocking.

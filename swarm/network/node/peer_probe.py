@@ -299,8 +299,9 @@ async def measure_uplink(
 ) -> tuple[float, float | None]:
     """The rate away from this peer, as `measure_mbit` has it, and the rate of a full uplink.
 
-    The second rate is None if the uplink was not the limit, or if other data was sent meanwhile. It
-    is also None if the kernel has no figures: over libp2p, and on other systems than Linux.
+    The second rate is None if the uplink was not the limit, or if other data was sent at the same
+    time. It is also None if the kernel has no figures: over libp2p, and on other systems than
+    Linux.
 
     Raises:
         Unreachable: as `measure_mbit`.

@@ -86,7 +86,7 @@ class Outbound:
             self._held.move_to_end(digest)
 
     def _release(self) -> None:
-        """Unpins blobs for which no receiver waits any more, and the oldest of too many."""
+        """Unpins blobs for which no receiver waits now, and the oldest of too many."""
         too_old = self._clock() - HELD_S
         while self._held:
             digest, sent = next(iter(self._held.items()))

@@ -75,7 +75,7 @@ class ChainFile:
                 take the place of all links in the file.
 
         Raises:
-            OSError: the disk refused to write. A file that cannot be read is replaced all the same.
+            OSError: the disk refused to write. A file that cannot be read is replaced nevertheless.
         """
         with self._replacing:
             reforms, new = self.read(holding=REFORM), durable.beside(self.path)

@@ -276,7 +276,7 @@ class RoundDriver:
         self._parent = effect.record.parent
 
     async def _rewrite_chain(self, _: events.RewriteChain) -> None:
-        """Runs in the background, since no vote waits for it; heads appended meanwhile are kept."""
+        """Runs in the background: no vote waits for it. Heads appended by its end are kept."""
         self._work.spawn(self._replace_chain())
 
     async def _replace_chain(self) -> None:

@@ -21,7 +21,7 @@ from swarm.protocol.records.records import MAX_UNREACHED, Silence
 from swarm.protocol.timing.pace import DAY_S, Dated, Recent
 
 LOST_IN_A_ROW = 2
-"""A link counts as cut after so many lost messages in a row; any link may lose a single one."""
+"""Lost messages in a row after which a link counts as cut. Any link may lose a single message."""
 SILENT_S = 6.0
 """If a message has no answer for this long, and nothing else arrived from its receiver, the link
 counts as cut. On a working link an answer takes less than 5 s."""

@@ -185,7 +185,7 @@ def require_link(verdict: fitness.LinkVerdict) -> None:
 
 
 VALID_S = 3600.0
-"""A saved measurement is valid for so long: home links change with the hour, and machines move."""
+"""Seconds for which a saved measurement is valid: links change with the hour, and machines move."""
 
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]

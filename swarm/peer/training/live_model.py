@@ -48,7 +48,7 @@ def put_aside(
 
     Args:
         engine: trains them.
-        store: keeps the local progress of the units meanwhile, in fp32.
+        store: keeps the local progress of the units in the meantime, in fp32.
         layout: of the run.
         units: whose values in the engine differ from the agreed ones.
         begin_anew: gives the engine the agreed value of a unit.
@@ -341,8 +341,8 @@ class LiveModel:
         """Held-out loss of the agreed state in nats per token, right after it was adopted.
 
         The agreed values of owned experts come from the store matrix by matrix; `Engine.evaluate`
-        documents the memory. Local progress of shared tensors is on disk meanwhile; `patiently`
-        calls the function that writes it.
+        documents the memory. During the evaluation, local progress of shared tensors is on disk;
+        `patiently` calls the function that writes it.
 
         Raises:
             BlobGone: the manifest is no longer the newest.

@@ -317,8 +317,9 @@ class Offering:
     def _stored(self, content: Content) -> tuple[Digest, int]:
         """Stores content, and keeps it for the adoption.
 
-        A round that is decided meanwhile drops blobs that nothing names. If that happens to this
-        blob before `keep_offered`, the content is stored again; then its digest is already kept.
+        A round that is decided during this call drops blobs that nothing names. If that happens to
+        this blob before `keep_offered`, the content is stored again; then its digest is already
+        kept.
         """
         digest, num_bytes = self.rounds.store_value(content)
         self.model.keep_offered([digest])

@@ -47,7 +47,7 @@ class Moments(OnWire):
 
 
 def transfer_limit_s(num_bytes: int) -> float:
-    """How long to wait for so many bytes of moments.
+    """How long to wait for a number of bytes of moments.
 
     The limit is three times the time that they take on the slowest link that runs are meant for,
     20 Mbit/s. So an expert of SPES 7B (2.4 GB with masters) gets 48 minutes; a step takes one.

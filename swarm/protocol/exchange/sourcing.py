@@ -237,7 +237,7 @@ class Sourcing(Generic[Key]):
     def assign(self, now: float, most: int | None = None) -> list[Assignment[Key]]:
         """The jobs to ask for now; each counts as asked until done, failed or released.
 
-        With `most`, at most so many jobs are assigned; call again for the others.
+        At most `most` jobs are assigned. Call again for the others.
 
         The least loaded peer chooses first. It takes its oldest job whose earlier sources are all
         busy. So a later source in a job's list helps as soon as the sources before it are full.

@@ -330,8 +330,8 @@ def why_paused(tip: Manifest, rooms: Mapping[PeerId, int], least: float) -> str 
         tip: the manifest to train from.
         rooms: experts that fit the machines of peers that are present, members or not.
         least: share of the experts that must have an owner. If fewer have an owner, training
-            continues all the same once the machines present have room for this share, since a round
-            then assigns owners.
+            continues once the machines present have room for this share, since a round then assigns
+            owners.
     """
     num_experts = len(tip.owners)
     wanted, owned = ceil(least * num_experts), num_experts - len(tip.ownerless)

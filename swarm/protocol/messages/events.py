@@ -74,7 +74,7 @@ class Offered:
 
 @dataclass(frozen=True)
 class Expected:
-    """The trainer expects its local steps on this tip to end in so many seconds."""
+    """The trainer expects its local steps on this tip to end in `remaining_s`."""
 
     tip: Digest
     remaining_s: float
@@ -103,7 +103,7 @@ class Unobtainable:
 class NotMade:
     """A value could not be made from a delta: wrong digest, or the attempt failed [W6].
 
-    The value may be here all the same, since another peer may have sent it meanwhile.
+    The value may be here nevertheless, if another peer has sent it during the attempt.
     """
 
     digest: Digest

@@ -251,7 +251,7 @@ class Collector(Role):
         return campaign.seen.get(peer, since)
 
     def _kept_after(self, peers: Collection[PeerId], setbacks: int) -> Collection[PeerId]:
-        """The given peers whose offers enter the roster after so many setbacks (roster repair)."""
+        """The given peers whose offers enter the roster after these setbacks (roster repair)."""
         return steadiest(self.tip.members, peers, setbacks, seed=self.tip.digest)
 
     def _close_roster(self, campaign: Campaign, why: str) -> None:

@@ -60,8 +60,8 @@ class Listener(Role):
     def _is_changing_generation(self) -> bool:
         """Whether a chain of survivors, found while listening, is still being fetched [B1].
 
-        The fetch may take longer than T_disc. Votes in the old generation meanwhile could roll the
-        survivors back. A fetch without progress also ends the listening (stuck fetches).
+        The fetch may take longer than T_disc. Votes in the old generation during the fetch could
+        roll the survivors back. A fetch without progress also ends the listening (stuck fetches).
         """
         return (
             self.life.may_listen_on

@@ -369,7 +369,7 @@ class RoundMachine:
     def foresee(self, message: messages.Message) -> None:
         """Runs, in advance, the slow checks of a message about to be handled; changes no state.
 
-        May run in another thread. If the tip changes meanwhile, the result is not used.
+        May run in another thread. If the tip changes before the end, the result is not used.
         """
         shown = message.accepted if isinstance(message, messages.Ready) else message
         tip = self.tip

@@ -129,8 +129,8 @@ class Proposer(Role):
     def give_up(self, campaign: Campaign) -> dict[PeerId, str] | None:
         """Peers that the next attempt excludes, if blobs are still missing after T_vote [C6].
 
-        The wait is shorter if no source has sent its blobs. It is also shorter if nothing arrives
-        any more and all sources refuse messages, or all are silent.
+        The wait is shorter if no source has sent its blobs. It is also shorter if nothing more
+        arrives and all sources refuse messages, or all are silent.
         """
         proposal = self.blobs.proposal
         if proposal is None or not proposal.missing or proposal.ballot != campaign.ballot:

@@ -145,7 +145,7 @@ def _wants(
 
 
 RELIEF_ROUNDS = 4
-"""For so many rounds, a reducer that was stuck reduces nothing."""
+"""Rounds for which a reducer that was stuck reduces nothing."""
 
 
 @dataclass(eq=False)

@@ -66,7 +66,7 @@ class Takeover(Role):
 
         Each voter waits longer than the voter before it, in the cyclic order of members. Only a
         peer that hears a quorum replaces a convener. A peer that is cut off hears no campaign: if
-        it raised its ballot meanwhile, its return would end the campaign of the others.
+        it raised its ballot while it was cut off, its return would end the campaign of the others.
         """
         if self.succession.campaign or not self.standing.may_vote() or self.life.has_left:
             return None

@@ -49,8 +49,8 @@ class Timers:
     vote_s: float = 6.0
     """T_vote: limit of the vote; by then a proposal's blobs must have reached its convener."""
     attempt_s: float = 41.0
-    """T_att: limit of attempt 0, from the time when the roster waits for nobody any more. Attempt 1
-    may take twice as long, and later attempts three times as long."""
+    """T_att: limit of attempt 0, from the time when the roster no longer waits for any peer.
+    Attempt 1 may take twice as long, and later attempts three times as long."""
     hello_s: float = 3.0
     """T_hello: period of gossip and join requests."""
     discover_s: float = 6.0
@@ -144,7 +144,7 @@ def production_timers(
 
     Args:
         measured: sizes and rate.
-        roster_after_s: T_roster, and the silence after which a peer is not waited for any more.
+        roster_after_s: T_roster, and the silence after which the roster no longer waits for a peer.
         reform_after_s: the run's T_reform, or None to derive it.
         base: smallest values; by default those of `Timers`.
 

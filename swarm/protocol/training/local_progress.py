@@ -83,7 +83,7 @@ class Reading:
         self.position = self.position_after(offered_tokens)
 
     def position_after(self, tokens: int) -> int:
-        """The position in a private corpus after so many tokens of this round."""
+        """The position in a private corpus after `tokens` of this round."""
         return self.position + tokens // self.rules.sequence_length
 
     def dealt(self, tip: Manifest, read_tokens: int) -> Stretches:

@@ -349,7 +349,7 @@ class Training:
     def resume(self) -> None:
         """Moves the model to the tip after a start, and finds work that is still valid.
 
-        Rounds continue meanwhile; if there is a newer tip, the model moves to that one.
+        Rounds continue during the move. If there is a newer tip, the model moves to the newer tip.
         """
         while not self._resume_at(self.shell.newest()):
             pass

@@ -1,8 +1,8 @@
 """The interface through which a peer's main loop acts.
 
 The loop has no engine, disk, network or clock: its shell carries out the decisions. The loop awaits
-work that takes time. Meanwhile a real shell blocks its thread, and a simulated one lets virtual
-time pass.
+work that takes time. During such work a real shell blocks its thread, and a simulated shell lets
+virtual time pass.
 """
 
 # Methods that a shell need not implement ignore their arguments.

@@ -462,7 +462,7 @@ def _packed(bits: Sequence[bool]) -> str:
 
 
 def _bits(packed: str, number: int) -> list[bool]:
-    """Unpacks so many bits from the form of `_packed`; an invalid form counts as no bits."""
+    """Unpacks bits from the form of `_packed`. An invalid form counts as no bits."""
     try:
         bits = f"{int(packed or '0', 16):0{number}b}"
     except ValueError:

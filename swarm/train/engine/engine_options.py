@@ -20,7 +20,7 @@ backward. interleaved: like 1f1b, but each rank has several chunks of layers.
 
 PASS_TOKENS = 32_768
 """The most tokens that pass through the layers of a streaming engine together, unless an option
-sets the number. The compute for so many tokens is long enough to hide the copies."""
+sets the number. Computing this number of tokens takes long enough to hide the copies."""
 
 
 class EngineKind(Enum):

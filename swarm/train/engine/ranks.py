@@ -413,12 +413,12 @@ def _in_order(parts_RX: Tensor) -> Tensor:
 
 
 def _rounds(shares: Sequence[Sequence[Tensor]], most: int) -> Iterator[Sequence[Sequence[Tensor]]]:
-    """The shares of all ranks, in rounds with at most so many elements of each share."""
+    """The shares of all ranks, in rounds with at most `most` elements of each share."""
     yield from itertools.zip_longest(*(_buckets(each, most) for each in shares), fillvalue=())
 
 
 def _buckets(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """Flat views of all elements, in lists of at most so many elements."""
+    """Flat views of all elements, in lists of at most `most` elements."""
     bucket: list[Tensor] = []
     room = most
     for tensor in tensors:

@@ -204,7 +204,7 @@ class RankEngine(ResidentEngine):
     def _of_all(
         self, mine: range, found: Sequence[Losses], count: int, controls: RoutingControls
     ) -> list[Losses]:
-        """Adds up the gradients, and returns the losses of so many micro-batches."""
+        """Adds up the gradients, and returns the losses of the micro-batches."""
         for parameter in self._optimizer.parameters:
             if parameter.grad is None:
                 # This rank had no micro-batch. Adding a negative zero changes no bit of a sum.
@@ -241,7 +241,7 @@ class RankEngine(ResidentEngine):
     # ------------------------------------------------ ranks without a micro-batch
 
     def figures(self, sequences: int, seconds: float) -> RankFigures:
-        """Figures of this rank in a step of so many sequences and seconds."""
+        """Figures of this rank in a step with this number of sequences and seconds."""
         count = -(-sequences // self._run.train.micro_batch_sequences)
         took_s = self._ranks.traffic.watch.take()
         pipeline_s, stage_s = took_s.pop(PIPELINE, 0.0), took_s.pop(STAGE, 0.0)

@@ -73,7 +73,7 @@ class Cut:
 
     @classmethod
     def of(cls, rows: int, size: int, ways: int, form: MomentsFormat) -> Cut:
-        """Cuts a parameter over so many ranks.
+        """Cuts a parameter over a number of ranks.
 
         Args:
             rows: experts of a stack, else 1.
@@ -280,7 +280,7 @@ class ShardedOptimizer(OwnedOptimizer):
     def whole(self) -> Iterator[None]:
         """In the block, all parameters have their whole fp32 masters, in the bytes of gradients.
 
-        Values written to the parameters meanwhile are lost; `follow` takes over new parameters.
+        Values written to the parameters in the block are lost. `follow` takes over new parameters.
         """
         kept, masters = dict[nn.Parameter, Tensor](), dict[str, Tensor]()
         for name, parameter in self._parameters.items():

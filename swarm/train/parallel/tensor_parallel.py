@@ -38,7 +38,7 @@ NORMS = ("q_norm", "k_norm")
 
 
 def why_not_cut(run: RunConfig, ways: int) -> str:
-    """Why heads, experts and tokens cannot be cut over so many ranks; "" if they can."""
+    """Why heads, experts and tokens cannot be cut over this number of ranks; "" if they can."""
     if run.model.num_key_value_heads % ways:
         return f"it has to divide the {run.model.num_key_value_heads} key/value heads"
     if ways > run.model.num_experts:

@@ -189,7 +189,7 @@ class Wishes:
     shard: Literal["auto", "none", "state"] = "auto"
 
     def flowing(self, mesh: Mesh, layers: int) -> tuple[engine_options.ScheduleName, int]:
-        """The schedule of a mesh's pipelines of so many layers, and the chunks of each rank."""
+        """The schedule of a mesh's pipelines of `layers` layers, and the chunks of each rank."""
         if self.schedule != "interleaved":
             return self.schedule, 1
         chunks = min(self.chunks, layers // mesh.pp)
@@ -208,7 +208,7 @@ class EnginePlan(Rung):
     """An engine for a machine.
 
     Attributes:
-        below: engines to step down to, in this order, if memory runs out all the same.
+        below: engines to step down to, in this order, if memory still runs out.
         reason: for this choice, in a sentence.
         others: for several workers, the best engine of each other way to cut the model. The fastest
             comes first. Engines that do not fit come last, with their smallest need.

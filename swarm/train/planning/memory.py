@@ -30,7 +30,7 @@ from swarm.train.planning.activations import MicroBatchBytes
 
 
 def need_of(run: RunConfig, num_owned: int, options: EngineOptions, workers: int = 0) -> Need:
-    """The peak of one step, or of a held-out loss, for a peer that owns so many experts.
+    """The peak of one step, or of a held-out loss, for a peer that owns `num_owned` experts.
 
     Args:
         run: the model and its micro-batches.
@@ -281,7 +281,7 @@ def host_peaks(
     num_peers: int,
     need: Need | None = None,
 ) -> HostPeaks:
-    """The peaks of a peer that owns so many experts, in a swarm of so many peers.
+    """The peaks of a peer that owns `num_owned` experts, in a swarm of `num_peers` peers.
 
     With several workers, these are the peaks of one worker. `need` is the engine's, if known.
     """

@@ -68,7 +68,7 @@ class Held:
 
     @classmethod
     def of(cls, run: RunConfig, options: EngineOptions, workers: int) -> Held:
-        """All layers, and the most micro-batches of one of so many workers."""
+        """All layers, and the most micro-batches of any of the `workers`."""
         sharers = max(workers // options.pp, options.ep)
         tokens = run.train.micro_batch_sequences * run.data.sequence_length
         micro_batches = -(-(run.train.batch_tokens // tokens) * options.tp // sharers)

@@ -75,7 +75,7 @@ class StepTime:
 
 
 def step_time(run: RunConfig, num_owned: int, options: EngineOptions, machine: Machine) -> StepTime:
-    """The seconds of a step of a peer that owns so many experts.
+    """The seconds of a step of a peer that owns `num_owned` experts.
 
     The resident engine is assumed to overlap nothing. In the streaming engine copies and updates
     overlap products.

@@ -205,8 +205,8 @@ def drop_unfinished(path: Path) -> None:
 def load_private(path: Path) -> PrivateState:
     """Reads a private state. Tensors are read from the file on look-up.
 
-    The file stays open, so it may be replaced meanwhile. The cost is one pass for the digest, and
-    memory for a piece.
+    The file stays open, so it may be replaced while it is read. The cost is one pass for the
+    digest, and memory for a piece.
 
     Raises:
         CorruptState: the file is torn, truncated or changed.
@@ -305,7 +305,7 @@ def load_newest(path: Path) -> Loaded | None:
 
 
 def resume_newest(path: Path) -> Loaded | None:
-    """As `load_newest`, for the peer that will save here: also removes useless files.
+    """Like `load_newest`, for the peer that will save here: also removes useless files.
 
     It removes the temporary file of a killed saving. If the newest state is damaged, the previous
     one takes its place. Otherwise the next saving would replace the previous state by the damaged

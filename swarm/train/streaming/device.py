@@ -275,7 +275,7 @@ class DeviceSide:
             self.buffers = None
 
     def make_room(self) -> None:
-        """As `release`, but keeps the host's buffers: pinning them again would take long."""
+        """Like `release`, but keeps the host's buffers: pinning them again would take long."""
         places: Places | None = vars(self).get("_places")
         if places is not None:
             places.close()
@@ -366,7 +366,7 @@ class DeviceSide:
         return place
 
     def take_layer_forward(self, layer: int) -> Place:
-        """As `take_layer`, and starts fetching the next unit of the forward pass."""
+        """Like `take_layer`, but also starts fetching the next unit of the forward pass."""
         place = self.take_layer(layer)
         if layer + 1 < self._run.model.num_hidden_layers:
             self.prefetch_layer(layer + 1)

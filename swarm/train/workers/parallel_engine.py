@@ -202,7 +202,7 @@ class ParallelEngine:
     ) -> float:
         """See `Engine`.
 
-        Asks `agreed` once for each value, and keeps the values in a file meanwhile.
+        Asks `agreed` once for each value, and keeps the values in a file during the call.
         """
         given: dict[str, StandIn] = {"tokens": lambda _: tokens_BT1}
         if scored_BT is not None:

@@ -52,7 +52,7 @@ class WorkersTensors(PartedTensors):
         """Has workers begin to write; returns the names of the tensors that they do not write.
 
         Raises:
-            StateError: the state has changed meanwhile.
+            StateError: the state has changed since the object was made.
         """
         answers = self._force.ask({"do": "state"})
         if _counts(answers[0]) != self.counts:

@@ -78,7 +78,7 @@ def _median_pace(members: Mapping[PeerId, Member]) -> float:
 
 
 def _fitting(samples: float, per_step: int) -> int:
-    """Whole steps for so many samples, at least one."""
+    """Whole steps for a number of samples, at least one step."""
     return max(1, ceil(min(samples, MAX_QUOTA) / per_step)) * per_step
 
 
@@ -163,7 +163,7 @@ def with_pace(
 
 
 def tokens_problem(tokens: int, peer: PeerId, parent: Manifest, rules: Rules) -> str | None:
-    """Why a contributor cannot have trained so many tokens on this manifest; or None.
+    """Why a contributor cannot have trained `tokens` on this manifest. None if it can.
 
     Policy: counted work.
 

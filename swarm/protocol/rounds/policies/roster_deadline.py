@@ -28,9 +28,9 @@ NEW_SHARE = 4
 the fastest voter has worked, since any newcomer may claim to be ready soon. The experts of a slower
 machine still count, as late offers do (late offers)."""
 PATIENT_EVERY = 8
-"""One round in so many is *patient*: it waits for new trainees like voters. Such a round can count
-a slow machine for the first time. Later rounds then wait for the machine as long as rounds keep
-counting it."""
+"""One round in `PATIENT_EVERY` is *patient*: it waits for new trainees like voters. Such a round
+can count a slow machine for the first time. Later rounds then wait for the machine as long as
+rounds keep counting it."""
 BEHIND = 2
 """Patient rounds, and all rounds of a lone voter, wait for members that still fetch the tip, for at
 most this many times the time that the fastest voter has worked. The rounds of a lone voter may be
@@ -219,7 +219,7 @@ def _why_unheard(absent: Absent, timers: Timers) -> str | None:
 
 
 def _why_no_longer(roster: OpenRoster, timers: Timers) -> str | None:
-    """Why the roster waits for no new trainee any more, whatever that says."""
+    """Why the roster no longer waits for new trainees, whatever they announce."""
     if roster.waited_s is None:
         return "is new, and the voters have given up waiting for a quorum"
     limit_s = max(timers.silence_s, roster.fastest_s / NEW_SHARE)

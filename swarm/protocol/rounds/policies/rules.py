@@ -57,7 +57,7 @@ class Rules:
     experts_every: int
     """Period of an expert, in training rounds."""
     local_steps_at: Callable[[int], int]
-    """Steps that each peer takes after so many tokens of the run; see `step_after`."""
+    """Steps that each peer takes, by the run's tokens so far; see `step_after`."""
     batch_tokens_at: Callable[[int], int]
     """Tokens of each of these steps: whole samples."""
     sequence_length: int
@@ -153,7 +153,7 @@ class Rules:
         return parent.tokens + (trained(work, parent.trusted) if is_timed else sum(work.values()))
 
     def pace_after(self, known: float, tokens: int, seconds: float) -> float:
-        """The pace of a member after an offer of so many tokens in so many seconds.
+        """The pace of a member after an offer of `tokens` in `seconds`.
 
         Policy: counted work.
 
@@ -187,7 +187,7 @@ class Rules:
         return self.steps_of(tokens, parent)
 
     def steps_of(self, tokens: int, parent: Manifest) -> int:
-        """Steps of the run for so many tokens of all peers, if `round.seconds` is set."""
+        """Steps of the run for a number of tokens of all peers, if `round.seconds` is set."""
         return tokens // (self.batch_tokens_at(parent.tokens) * self.planned_peers)
 
     def is_verbatim(self, unit: Unit) -> bool:
