@@ -40,7 +40,7 @@ def require_package() -> None:
     """Requires the package that reads tokenizer files.
 
     Raises:
-        TokenizerError: it is not installed.
+        TokenizerError: the package is not installed.
     """
     if importlib.util.find_spec("tokenizers") is None:
         raise TokenizerError(
