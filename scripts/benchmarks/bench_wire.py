@@ -133,7 +133,8 @@ def model_like(like: RunConfig, layers: int, hidden: int = HIDDEN) -> list[str]:
 
     Args:
         like: the run whose shares are wanted.
-        layers: of the model. With a hidden size of 16, each has 3.1 million elements of experts.
+        layers: layers of the model. With a hidden size of 16, each has 3.1 million elements of
+            experts.
         hidden: hidden size, a multiple of 8.
     """
     counted = parameters(like.model)

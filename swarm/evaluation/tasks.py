@@ -70,7 +70,7 @@ def model_arguments(folder: str, sequence_length: int) -> str:
     """The harness's arguments for an exported model: its folder, windows and number format.
 
     Args:
-        folder: of the export.
+        folder: folder of the export.
         sequence_length: tokens that a window predicts.
     """
     return f"pretrained={folder},max_length={sequence_length},dtype=float32"
@@ -151,7 +151,7 @@ def run_task(folder: Path, sequence_length: int, name: str, shots: int | None) -
     Memory: the whole model in fp32, in another process.
 
     Args:
-        folder: of the export.
+        folder: folder of the export.
         sequence_length: sequence length of the run.
         name: name of the task.
         shots: answered questions before each question. None for the task's own number.

@@ -19,7 +19,7 @@ def frames(run_id: str, histories: Mapping[str, Sequence[Event]]) -> Iterator[Sn
     """The snapshots that a monitor would have shown when each manifest was first applied.
 
     Args:
-        run_id: of the run.
+        run_id: id of the run.
         histories: events of each peer, oldest first, by the peer's name.
 
     Raises:

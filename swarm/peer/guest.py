@@ -170,7 +170,7 @@ def look(
     s.
 
     Args:
-        addresses: of peers of the run, such as `Peer.addresses`.
+        addresses: addresses of peers of the run, such as `Peer.addresses`.
         run_id: which run, if several are announced there.
         vouched: digest of a manifest that the caller trusts; None trusts the run's first.
 

@@ -63,7 +63,7 @@ class Peer:
     Attributes:
         run: the run's configuration.
         run_id: the run's name, a hyphen and 16 hex digits.
-        peer_id: of this peer.
+        peer_id: id of this peer.
         addresses: addresses at which others may join; empty if this machine cannot be dialed.
         status: the status that this peer publishes.
     """
@@ -161,7 +161,7 @@ class Peer:
         Args:
             run: what is trained, and how; see `swarm.load_run`.
             folder: the state directory of this peer; made if missing.
-            config: of this machine.
+            config: configuration of this machine.
             weights: every tensor before the first step, by Hugging Face name, as from
                 `swarm.load_export`, for a run with `run.initial = "given"`; None for weights from
                 the run's seed.
@@ -197,7 +197,7 @@ class Peer:
         Args:
             addresses: such as `/ip4/203.0.113.7/tcp/31330/p2p/ID`; some may be unreachable.
             folder: the state directory of this peer; made if missing.
-            config: of this machine.
+            config: configuration of this machine.
             wanted: which run, if several are announced there; the invitation, if one is needed.
             observer: notified of events.
 
@@ -230,7 +230,7 @@ class Peer:
 
         Args:
             folder: the state directory.
-            config: of this machine.
+            config: configuration of this machine.
             run_id: which run; None for the one that the peer was in last.
             observer: notified of events.
 
@@ -263,7 +263,7 @@ class Peer:
         Args:
             folder: the state directory; made if missing.
             wanted: which run. A run with a configuration is founded if nobody announces it.
-            config: of this machine.
+            config: configuration of this machine.
             stop: the request to leave; before the peer is in a run, it raises `Stopped`.
             observer: notified of events.
 

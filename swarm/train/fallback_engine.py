@@ -87,7 +87,7 @@ class SteppingEngine:
 
         Args:
             run: the model.
-            options: of the first engine.
+            options: options of the first engine.
             below: options of the engines that may follow, in order.
             folder: on a disk with room for a state that moves to the next engine. None for the
                 system's folder for temporary files.

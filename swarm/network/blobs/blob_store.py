@@ -82,7 +82,7 @@ class Partial:
     """A blob that is still arriving: room in a pack, with the pieces verified so far.
 
     Attributes:
-        digest: of the complete content.
+        digest: digest of the complete content.
         num_bytes: size of the complete content.
         index: concatenated digests of the pieces, once known.
         place: its room.

@@ -86,7 +86,7 @@ def after_failure(error: Exception, attempt: int, waited_s: float) -> Pause:
     """Decides whether a failed call is retried.
 
     Args:
-        error: of the call.
+        error: error of the call.
         attempt: 0 for the first.
         waited_s: since the first.
     """

@@ -286,14 +286,14 @@ class PackSet:
         lock: held for `allocate`, `settle`, `release`, `abandon` and changes of `places`.
         durability: held to write indexes, move blobs or remove packs; taken before `lock`. Without
             this lock places may be added or removed, but not changed.
-        places: of all stored blobs.
+        places: places of all stored blobs.
     """
 
     def __init__(self, folder: Path | None, on_lost: Callable[[str, str], None]) -> None:
         """Opens the packs in `folder`; None keeps blobs in memory only.
 
         Args:
-            folder: of the packs.
+            folder: folder of the packs.
             on_lost: called with digest and reason for a blob whose bytes proved damaged.
 
         Raises:

@@ -112,7 +112,7 @@ class FairQueue:
 
         Args:
             peer: receives the answer.
-            num_bytes: of the part.
+            num_bytes: bytes of the part.
             may_wait: whether the part yields to others even if the peer is a member.
             has_room: whether the others leave part of this peer's link unused, for example because
                 their own links are full.

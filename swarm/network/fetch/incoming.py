@@ -56,7 +56,7 @@ class Incoming:
     """A blob that is being downloaded.
 
     Attributes:
-        digest: of its content.
+        digest: digest of its content.
         num_bytes: its size, or the largest acceptable one.
         exact: whether `num_bytes` is the size.
         partial: the pieces of a blob of several pieces.

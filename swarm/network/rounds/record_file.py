@@ -246,7 +246,7 @@ class RecordFile:
         """The chain that ends with the record's tip; writes the file if there is none.
 
         Args:
-            record: of this peer.
+            record: record of this peer.
             founding: manifest 0's head, with which a chain begins if its beginning is lost.
         """
         kept = self.chain.read_kept()

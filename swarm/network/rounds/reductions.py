@@ -89,8 +89,8 @@ class Reductions:
         """Has computed nothing yet.
 
         Args:
-            store: of the peer.
-            layout: of the run.
+            store: store of the peer.
+            layout: layout of the run.
             open_value: opens a draft for a value. The round machine gets an event when the draft is
                 finished.
             is_stored: reports a blob that is pinned for the machine.
@@ -103,7 +103,7 @@ class Reductions:
 
         Args:
             effect: with or without deltas.
-            remainder: of the unit's previous mean of deltas.
+            remainder: remainder of the unit's previous mean of deltas.
         """
         wanted = [digest for _, digest in effect.inputs]
         with kept(self.store, [*wanted, *filter(None, [effect.base, remainder])]) as missing:

@@ -290,9 +290,9 @@ class PeerDiscovery:
         """Reads nothing yet.
 
         Args:
-            node: of this peer.
+            node: node of this peer.
             run: id of its run.
-            clock: in seconds.
+            clock: clock in seconds.
         """
         self._node, self._run, self._clock = node, run, clock
         self._found = [0] * NUM_SHARDS

@@ -52,7 +52,7 @@ def is_forestalled(
 
     Args:
         me: this peer.
-        fingerprint: of the run that it prepares.
+        fingerprint: fingerprint of the run that it prepares.
         preparing: peers at its given addresses that prepare a run too, with the fingerprint of each
             run.
         announced: fingerprints of the runs of peers at these addresses.
@@ -221,7 +221,7 @@ async def find_run(
     Args:
         node: connected to the DHT.
         downloads: fetches manifest 0 and the configuration.
-        fingerprint: of the wanted configuration, if one is known.
+        fingerprint: fingerprint of the wanted configuration, if one is known.
         wanted: the requested run id, or that of the run in which this peer was.
         preferred: the run to take if several have the same configuration.
         deadline_s: how long to search; a run that is found in time is opened even later.

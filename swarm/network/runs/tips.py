@@ -53,8 +53,8 @@ class Trust:
 
     Attributes:
         begin: head from which others must prove their tip.
-        chain: of a peer that has a tip. Others may have dropped the head of that tip, and then
-            prove their tip from its position (chain pruning).
+        chain: chain of a peer that has a tip. Others may have dropped the head of that tip, and
+            then prove their tip from its position (chain pruning).
         is_new: whether the peer has no tip of its own, see `swarm.protocol.chain.trust`.
     """
 

@@ -61,7 +61,7 @@ class Address:
         transport: without /p2p/ID, the only part that p2pd's `connect` understands (measured).
         host: name or number.
         port: of TCP.
-        peer_id: of the peer that should answer there.
+        peer_id: id of the peer that should answer there.
     """
 
     text: str

@@ -69,7 +69,7 @@ class ServedStreams:
             ledger: the node's; knows the members, and limits the streams of each peer.
             cost: the kind of cost as which a stream is charged.
             stalled_s: how long an answered stream may wait for its peer.
-            clock: in seconds, never goes back.
+            clock: clock in seconds, never goes back.
         """
         self._ledger, self._cost = ledger, cost
         self._stalled_s, self._clock = stalled_s, clock

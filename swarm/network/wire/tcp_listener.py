@@ -35,8 +35,8 @@ class Introduced:
     """A dialing peer that has proved its identity; `confirm` proves this peer's identity to it.
 
     Attributes:
-        peer_id: of the dialing peer.
-        purpose: of the connection.
+        peer_id: id of the dialing peer.
+        purpose: purpose of the connection.
     """
 
     peer_id: str

@@ -29,7 +29,7 @@ class TcpInfo(NamedTuple):
     """Figures of a connection since its beginning, in the order of the kernel's fields.
 
     Attributes:
-        packet_bytes: of a full packet.
+        packet_bytes: bytes of a full packet.
         rtt_us: the smoothed round trip, in microseconds.
         acked: bytes before the first one that the other side has not acknowledged.
         received: bytes that arrived in order.

@@ -310,7 +310,7 @@ class UnitThreads:
         Args:
             work: may be called by several threads at once, in any order.
             items: such as units.
-            elements: of all items together; with few elements the caller works alone.
+            elements: elements of all items together; with few elements the caller works alone.
         """
         if min(self.number, len(items)) == 1 or elements < WORTH_ELEMENTS:
             return [work(item) for item in items]

@@ -49,9 +49,9 @@ def shortfalls(
     """The resources that a machine lacks.
 
     Args:
-        need: of the engine.
-        peaks: of the process in host memory.
-        state_bytes: of the state directory.
+        need: need of the engine.
+        peaks: peaks of the process in host memory.
+        state_bytes: bytes of the state directory.
         machine: its resources.
         most: experts that fit with some engine; None if not even the shared tensors fit.
     """
@@ -117,7 +117,7 @@ def plan_run(
 
     Args:
         run: what is to be trained, by `run.run.peers` peers with equal shares.
-        config: of the machine: device, engine, memory that may be used.
+        config: configuration of the machine: device, engine, memory that may be used.
         folder: the state directory; need not exist. Its files of the run count as free.
         sizes: "gpu", "host" and "disk" of a described machine, such as "24GB". "gpus" describes the
             workers: "8x80GB", "8" or "all". `compute.remote_workers` adds workers on equal

@@ -19,10 +19,11 @@ class Forecast:
     """Seconds of a run, if nobody is lost and links carry nothing else.
 
     Attributes:
-        training_s: of the local steps of a round, after the last of the run's phases.
-        averaging_s: of a round's bytes on a peer's link, with both directions at the same time.
+        training_s: seconds of the local steps of a round, after the last of the run's phases.
+        averaging_s: seconds of a round's bytes on a peer's link, with both directions at the same
+            time.
         overlaps: whether these bytes move during the local steps.
-        run_s: of all rounds, each by its own phase.
+        run_s: seconds of all rounds, each by its own phase.
     """
 
     training_s: float

@@ -425,7 +425,7 @@ def with_kept(config: PeerConfig, path: Path) -> PeerConfig:
     One log line names the settings of earlier starts.
 
     Args:
-        config: of this start.
+        config: configuration of this start.
         path: the file of kept settings, which is not changed; a damaged one is ignored with a
             warning.
     """
@@ -449,7 +449,7 @@ def keep(config: PeerConfig, path: Path) -> None:
     """Keeps this start's settings for later ones, once the network has started with them.
 
     Args:
-        config: of this start, without kept settings.
+        config: configuration of this start, without kept settings.
         path: the file of kept settings.
     """
     given = _given(config)

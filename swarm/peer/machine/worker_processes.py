@@ -196,7 +196,7 @@ def for_workers(
         run: the model.
         compute: the person's decisions.
         machine: the peer's; the others are assumed to be equal.
-        wishes: of a single engine.
+        wishes: wishes of a single engine.
         workers: of all machines.
 
     Raises:
@@ -300,7 +300,7 @@ def nodes_of(
 
     Args:
         compute: the person's decisions.
-        plan: of the engine of each worker.
+        plan: plan of the engine of each worker.
         folder: the run's, in the state directory.
         place: where the workers of this machine compute.
         remaining_s: longest wait for these machines in seconds, from now on.
@@ -341,7 +341,7 @@ def parallel_engine(
 
     Args:
         run: what is trained.
-        plan: of the engine of each worker.
+        plan: plan of the engine of each worker.
         folder: the run's, with the private state.
         place: where the workers of this machine compute.
         nodes: accepts workers of other machines; None for none. Closed with the engine.

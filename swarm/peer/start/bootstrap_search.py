@@ -26,7 +26,7 @@ async def runs_there(host: Host, run_id: str) -> bool:
 
     Args:
         host: with a run on disk.
-        run_id: of that run.
+        run_id: id of that run.
 
     Raises:
         NobodyReachable: no peer there names its run, and this peer met none of them in that run.
@@ -114,8 +114,8 @@ class RunSearchDeadline:
         """Starts the search.
 
         Args:
-            host: of this peer.
-            fingerprint: of the wanted configuration; None for any.
+            host: host of this peer.
+            fingerprint: fingerprint of the wanted configuration; None for any.
             least_s: seconds to search even if nobody prepares a run.
         """
         self._host, self._fingerprint = host, fingerprint
@@ -142,7 +142,7 @@ async def look_for_run(
     """The run to join; None if the wanted run may be founded.
 
     Args:
-        host: of this peer.
+        host: host of this peer.
         downloads: fetches the run's configuration.
         wanted: the wanted run.
         run_id: the id that the run must have, if one is known.
@@ -179,7 +179,7 @@ async def require_alone(host: Host, downloads: Downloads, wanted: Wanted) -> Non
     """Refuses to found a run if peers at the given addresses are in a run, or prepare one.
 
     Args:
-        host: of this peer.
+        host: host of this peer.
         downloads: fetches the configurations of those runs.
         wanted: has a configuration, and says whether a second run is wanted.
 
@@ -200,7 +200,7 @@ async def goes_first(host: Host, wanted: Wanted, *, by_runs: bool) -> bool:
     """Whether a peer at the given addresses has precedence as founder; see `is_forestalled`.
 
     Args:
-        host: of this peer, which answers others that it prepares a run.
+        host: host of this peer, which answers others that it prepares a run.
         wanted: that run.
         by_runs: whether peers that are in a run count too, and not only founders.
     """

@@ -64,9 +64,9 @@ def settings_of(
 
     Args:
         name: the run's id.
-        directory: of the run.
+        directory: directory of the run.
         record: whose tip names the configuration.
-        store: of the run.
+        store: store of the run.
 
     Raises:
         CorruptState: a file is damaged, and its blob is not in the store either.

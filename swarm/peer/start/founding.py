@@ -57,7 +57,7 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
     If peers at the given addresses found the run first, this peer joins, as in `resume_or_join`.
 
     Args:
-        starter: of this machine.
+        starter: starter of this machine.
         run: what is trained, and how.
         weights: every tensor of the model before the first step, by Hugging Face name; None for the
             weights of the named checkpoint, or of the run's seed.

@@ -58,8 +58,8 @@ def gathering_of(state: StateDirectory, identity: Identity, wait_for_peers: int)
     So the join command that an earlier start printed stays valid.
 
     Args:
-        state: of the founder.
-        identity: of the founder.
+        state: state directory of the founder.
+        identity: identity of the founder.
         wait_for_peers: how many peers begin the run, the founder included.
     """
     kept = state.read_gathering()
@@ -158,7 +158,7 @@ class Host:
     """The parts of a peer that do not depend on a run; `close` releases them.
 
     Attributes:
-        config: of this machine.
+        config: configuration of this machine.
         state: its directory, locked.
         node: in the network.
         reception: answers others.
@@ -197,7 +197,7 @@ class Host:
         leaves open keep their values from an earlier start (`peer/machine/state_directory.py`).
 
         Args:
-            config: of this machine.
+            config: configuration of this machine.
             folder: the state directory; made if missing.
             observer: notified how others may join.
             check: called before the network starts; raises if the state on disk is unsuitable.

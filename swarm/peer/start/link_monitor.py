@@ -334,8 +334,8 @@ class LinkMonitor:
         Args:
             host: this peer's; a cap that a person has set stays.
             status: the status that it publishes.
-            run_id: of its run.
-            clock: in seconds.
+            run_id: id of its run.
+            clock: clock in seconds.
         """
         self._host, self._node = host, host.node
         self._status, self._run_id = status, run_id

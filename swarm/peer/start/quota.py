@@ -121,7 +121,7 @@ class DataQuota:
     """Decides at each count of moved bytes whether to warn or to leave.
 
     Attributes:
-        count: of the month so far.
+        count: moved bytes of the month so far.
         reserve_bytes: kept for leaving in order.
     """
 
@@ -135,7 +135,7 @@ class DataQuota:
         """Begins to count.
 
         Args:
-            count: of the month so far.
+            count: moved bytes of the month so far.
             quota_bytes: of a month.
             reserve_bytes: kept for leaving in order.
             clock: seconds since 1970; by default the clock of records, since a jump of the wall
@@ -244,7 +244,7 @@ class QuotaWatch:
 
         Args:
             run: the run to join; sets the reserve for leaving it.
-            num_bytes: of blobs that are to be fetched.
+            num_bytes: bytes of blobs that are to be fetched.
 
         Raises:
             DataQuotaSpent: these bytes and the reserve exceed the rest of the quota.

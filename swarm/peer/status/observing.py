@@ -17,7 +17,7 @@ class RoundReport:
 
     Attributes:
         manifest: the agreed state, with its round, members and owners of experts.
-        stats: of the local steps for the manifest; None if this peer took none.
+        stats: figures of the local steps for the manifest; None if this peer took none.
         counted: whether this peer's shared tensors are in the mean.
         wait_s: seconds from the offer until the manifest was applied.
         reason: for the protocol's decision, in a sentence.
@@ -74,7 +74,7 @@ class PeerObserver(RoundObserver):
         """This peer measured the state after a round on the held-out text.
 
         Args:
-            round_number: of the round.
+            round_number: number of the round.
             val_loss: in nats per token.
             bits_per_byte: the same loss, comparable between tokenizers.
         """

@@ -161,7 +161,7 @@ class Publisher:
         """Publishes nothing yet.
 
         Args:
-            node: of this peer.
+            node: node of this peer.
             status: gives this peer's records.
             run: the run's record, which every member repeats.
             state: remembers addresses.
@@ -248,7 +248,7 @@ def announcement(run_id: str, run: RunConfig, manifest: Manifest) -> records.Run
     """The run's record, which every member repeats, so that it outlives its founder.
 
     Args:
-        run_id: of the run.
+        run_id: id of the run.
         run: its configuration.
         manifest: manifest 0.
     """

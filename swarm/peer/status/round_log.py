@@ -61,7 +61,7 @@ def told(reasons: Sequence[str], *, max_lines: int = MAX_LINES) -> list[str]:
     Experts with the same reason share a line; lines beyond `max_lines` are only counted.
 
     Args:
-        reasons: of the manifest, such as "expert 3: adopted by PEER, load 1/2".
+        reasons: reasons of the manifest, such as "expert 3: adopted by PEER, load 1/2".
         max_lines: at least 1.
     """
     said: dict[str, list[int]] = {}
@@ -89,7 +89,7 @@ def round_line(
 
     Args:
         manifest: that was applied.
-        rounds: of the whole run.
+        rounds: rounds of the whole run.
         loss: mean of this peer's local steps, nats per token; None if it took none.
         held_out: newest held-out loss that this peer measured, nats per token.
         seconds: since the manifest before.
@@ -193,7 +193,7 @@ class RoundAccount:
         """The figures of a training round.
 
         Args:
-            report: of its manifest.
+            report: report of its manifest.
             seconds: since the manifest before.
             phases: seconds of each.
             moved: bytes in it.
@@ -244,9 +244,9 @@ def why_not_counted(report: RoundReport, me: PeerId, trouble: str = "") -> str:
     """The reason, at this peer, why a round did not count its work; "" if it did.
 
     Args:
-        report: of the round's manifest.
+        report: report of the round's manifest.
         me: this peer.
-        trouble: of the machine during the round, such as a full disk.
+        trouble: trouble of the machine during the round, such as a full disk.
     """
     manifest, stats = report.manifest, report.stats
     if report.counted or manifest.kind is not Kind.QUORUM:
@@ -269,7 +269,7 @@ def left_out_by(reasons: Iterable[Reason], manifest: Manifest) -> dict[PeerId, s
 
     Args:
         reasons: given by the round machine since the previous manifest, oldest first.
-        manifest: of the round.
+        manifest: manifest of the round.
     """
     out = manifest.members.keys() - set(manifest.contributors)
     found: dict[PeerId, str] = {}

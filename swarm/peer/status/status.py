@@ -135,7 +135,7 @@ class StepProgress:
 
         Args:
             say: called with each progress line.
-            clock: in seconds.
+            clock: clock in seconds.
         """
         self._say, self._clock = say, clock
         self._reporter = Reporter("", "step", clock)

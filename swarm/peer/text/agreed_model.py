@@ -55,7 +55,7 @@ class Agreed:
         """Keeps the blobs with these digests while the context lasts.
 
         Args:
-            digests: of required blobs.
+            digests: digests of required blobs.
             hoped: of optional blobs; yields those that are missing.
 
         Raises:

@@ -82,7 +82,7 @@ def given_tokenizer(
     Args:
         run: its configuration.
         file: its entry in manifest 0; None for bytes.
-        content: of the file.
+        content: content of the file.
         asked: the tokenizer that a person named here, if any.
 
     Raises:

@@ -96,7 +96,7 @@ class Stop:
         """Whether a peer that was asked to stop cannot finish its round; logs the reason.
 
         Args:
-            steps_left: of the round.
+            steps_left: steps left in the round.
             step_s: mean seconds of a step so far; 0 before the first.
         """
         if not self():
@@ -136,8 +136,8 @@ def leave(driver: RoundDriver, moments: ExpertMoments, adopted: Manifest, stop: 
     this peer names new owners, which request the moments and fetch them.
 
     Args:
-        driver: of the rounds.
-        moments: of the experts.
+        driver: driver of the rounds.
+        moments: moments of the experts.
         adopted: the manifest that the engine is at.
         stop: limits the total time.
     """

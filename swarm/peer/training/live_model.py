@@ -49,7 +49,7 @@ def put_aside(
     Args:
         engine: trains them.
         store: keeps the local progress of the units in the meantime, in fp32.
-        layout: of the run.
+        layout: layout of the run.
         units: whose values in the engine differ from the agreed ones.
         begin_anew: gives the engine the agreed value of a unit.
         threads: threads that do this work.

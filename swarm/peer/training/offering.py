@@ -250,7 +250,7 @@ class Offering:
             tip: the tip on which it is offered.
             unit: trained here.
             base: the agreed value from which it was trained.
-            tokens: of the local steps since the tip.
+            tokens: tokens of the local steps since the tip.
         """
         layout, named = self.model.agreed.layout.by_unit[unit], self._named.get(unit)
         if layout.coding == "none":

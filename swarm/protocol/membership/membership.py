@@ -222,8 +222,9 @@ def next_members(
             (at least one), in an order that the seed decides.
         seed: decides that order.
         silent_limit: K. A member is removed after more than K silent rounds.
-        capacities: of members that declared a capacity in this campaign; others keep theirs.
-        rooms: of members that declared a room, and of joiners; others keep theirs.
+        capacities: capacities of members that declared a capacity in this campaign; others keep
+            theirs.
+        rooms: rooms of members that declared a room, and of joiners; others keep theirs.
         guests: decides who may join, and for whom anchors vouch; None: anybody may join, as a
             trainee.
         elect: decides who votes.

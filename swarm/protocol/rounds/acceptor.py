@@ -38,7 +38,7 @@ def attempt_problem(
     member, and needs half a year to reach attempt 2^31 at one height.
 
     Args:
-        ballot: of a message.
+        ballot: ballot of a message.
         source: the member that sent it.
         claims: the highest attempt that each member has named at this height, whether believed or
             not.

@@ -83,7 +83,7 @@ class EngineState:
         updates: the optimizer's common count of updates.
         skipped: steps skipped so far.
         skipped_in_a_row: steps skipped since the last update.
-        scale: of the loss, in fp16.
+        scale: scale of the loss, in fp16.
     """
 
     tensors: Mapping[str, Tensor]
@@ -258,7 +258,7 @@ def mean_over(
     """Mean over all predictions that count, from the means of micro-batches.
 
     Args:
-        means_of: of each micro-batch.
+        means_of: gives the mean of each micro-batch.
         tokens_BT1: sequences to predict.
         scored_BT: the predictions that count, at least one of each sequence. None for all.
         rows: sequences of a micro-batch.

@@ -55,8 +55,8 @@ class EngineOptions:
         shards: number of ranks of a stage over which masters and moments of their common tensors
             are cut. With 1 each rank holds all of them. A tensor that fewer ranks have in common is
             cut over these.
-        schedule: of a pipeline. gpipe takes as long as 1f1b, which keeps fewer micro-batches for
-            backward. interleaved waits less and keeps more.
+        schedule: schedule of a pipeline. gpipe takes as long as 1f1b, which keeps fewer
+            micro-batches for backward. interleaved waits less and keeps more.
         chunks: runs of layers of each rank of a pipeline. More than one only with "interleaved".
         recompute: layers that backward computes again. The streaming engine always recomputes
             layers, and keeps their routing.

@@ -148,7 +148,7 @@ class Guard:
     """Counts skipped steps and ends training that diverges.
 
     Attributes:
-        scale: of the loss, for the next step.
+        scale: scale of the loss, for the next step.
         skipped: steps skipped so far.
         skipped_in_a_row: steps skipped since the last update.
         spikes: steps whose gradient norm was far above the running mean.

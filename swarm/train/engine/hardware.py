@@ -33,7 +33,7 @@ class Machine:
         device_bytes: memory of the GPU.
         host_bytes: memory of the machine.
         disk_bytes: free where the state directory lies.
-        cores: of the CPU.
+        cores: cores of the CPU.
         tflops: matrix products in the compute type.
         bus_gb_s: each way, between pinned memory and GPU.
         updates_g_s: 10^9 parameters that all cores together update in a second.

@@ -193,7 +193,7 @@ class HostMemory:
     each allocated piece, and one of them writes the values.
 
     Attributes:
-        rank: of this process among those that share the memory.
+        rank: rank of this process among those that share the memory.
         size: number of these processes.
     """
 

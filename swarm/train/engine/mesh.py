@@ -25,7 +25,7 @@ class Bus:
     """The link between the GPUs of one machine.
 
     Attributes:
-        name: of the kind of link.
+        name: name of the kind of link.
         gpu_gb_s: each way, of one GPU.
         mixed_gb_s: rate of all GPUs of a machine together, when each GPU sends to all others.
     """
@@ -119,7 +119,7 @@ class Cut:
     """The stages of a pipeline.
 
     Attributes:
-        stages: of each rank. Every layer is in one stage.
+        stages: stages of each rank. Every layer is in one stage.
         shares: each stage's part of the operations of a step. They sum to 1.
         slot: the slowest chunk's part of the operations. Without chunks, the slowest stage's part.
         reason: in a sentence.
@@ -388,7 +388,7 @@ def _dealt(
     """Deals the experts of one kind.
 
     Args:
-        experts: of this kind, ascending.
+        experts: experts of this kind, ascending.
         seats: the present seats of experts.
         settled: experts that were of this kind before.
         taken: how many experts of the other kind each seat has. Seats with few are filled first.

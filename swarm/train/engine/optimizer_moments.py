@@ -150,8 +150,8 @@ class Moments:
         Args:
             row: of the piece.
             part: of the row.
-            values: of the piece, each fp32 [x].
-            seed: of the random directions in which bf16 is rounded.
+            values: values of the piece, each fp32 [x].
+            seed: seed of the random directions in which bf16 is rounded.
             among: for a part of a longer piece: the part's start in that piece, and the piece's
                 length. Directions are drawn for the longer piece. None for a whole piece.
         """
@@ -236,7 +236,7 @@ def update_piece(
     Args:
         master_x: the piece of the parameter.
         gradient_x: its fp32 gradient.
-        moments: of the parameter; see `Moments.flat`.
+        moments: moments of the parameter; see `Moments.flat`.
         piece: its place. `start` is a multiple of `BLOCK`.
         update: lr and count.
         direction_RC: of Muon, from `direction_of`. None to compute it here.
@@ -286,7 +286,7 @@ def direction_of(piece: Piece, gradient_x: Tensor, moments: Moments) -> Tensor:
     Args:
         piece: the matrix.
         gradient_x: its gradient, on any device.
-        moments: of the parameter, perhaps on another device.
+        moments: moments of the parameter, perhaps on another device.
     """
     assert piece.matrix is not None, piece
     there = gradient_x.device

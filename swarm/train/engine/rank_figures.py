@@ -25,7 +25,7 @@ class RankFigures:
         micro_batches: that it computed.
         idle: slots without work: the difference to the rank with the most micro-batches.
         stage: its number in the pipeline.
-        stages: of the pipeline; 1 for none.
+        stages: stages of the pipeline; 1 for none.
         chunks: runs of layers that each rank of a pipeline has.
         pipeline_s: seconds of the pipeline's schedule.
         stage_s: seconds of the schedule spent in layers, exchanges of tokens included.

@@ -136,7 +136,7 @@ class Ranks:
     """The rank of this process in a set of a peer's processes, all or some, that compute together.
 
     Attributes:
-        rank: of this process.
+        rank: rank of this process.
         size: number of ranks, at least one.
         device: device of the tensors in operations between ranks.
         handle: of these ranks in torch.distributed; None for all.

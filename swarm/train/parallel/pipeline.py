@@ -121,7 +121,7 @@ class Flow:
     Attributes:
         parts: the micro-batches, at least one; the same on all ranks of a pipeline. None stands for
             a pass through the experts without tokens.
-        shape: of the tokens of each micro-batch.
+        shape: shape of the tokens of each micro-batch.
         controls: of each micro-batch in a training step; None in evaluation.
         divisor: of each loss.
         scale: factor of each loss after the division.
@@ -150,7 +150,7 @@ class Pipeline:
         """Runs no operation between the ranks yet.
 
         Args:
-            model: of this rank's stage.
+            model: model of this rank's stage.
             group: the ranks of the pipeline, in the order of the stages.
             loss: weights of its terms.
         """

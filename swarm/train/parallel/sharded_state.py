@@ -79,7 +79,7 @@ class Cut:
             rows: experts of a stack, else 1.
             size: elements of a row.
             ways: number of ranks.
-            form: of the moments.
+            form: form of the moments.
         """
         by_row = form == "int8"
         step, unit = (BLOCK, size) if by_row else (STEP, rows * size)
@@ -149,7 +149,7 @@ class Held:
     Attributes:
         piece: which.
         master_x: fp32; a view of the parameter if that is fp32.
-        moments: of the piece, as one row.
+        moments: moments of the piece, as one row.
     """
 
     piece: Piece
@@ -213,7 +213,7 @@ class ShardedOptimizer(OwnedOptimizer):
 
         Args:
             settings: of the optimizer.
-            form: of the moments.
+            form: form of the moments.
             compute: type of all matrix products.
             ranks_of: returns the ranks that hold the same parameter.
         """

@@ -398,7 +398,7 @@ def sums_bytes(tokens: int, model: ModelConfig, itemsize: int, ways: int, *, aga
     the weights. Recomputed tensors move again, except the experts' outputs.
 
     Args:
-        tokens: of the micro-batch.
+        tokens: tokens of the micro-batch.
         model: its sizes.
         itemsize: bytes of the compute type.
         ways: ranks that share the micro-batch.

@@ -32,7 +32,7 @@ class Rung:
     """One level: an engine, and its needs on a machine.
 
     Attributes:
-        options: of the engine, or of each of several workers.
+        options: options of the engine, or of each of several workers.
         need: predicted for a step; of several workers, the largest.
         peaks: predicted host memory of the whole process, phase by phase.
         time: predicted seconds of a step, in parts.
@@ -170,7 +170,7 @@ class Wishes:
         folder: where frozen experts may be mapped from disk; None forbids it.
         meshes: allowed ways to share experts, heads and layers of a resident engine. Each has as
             many workers as the machine's fabric.
-        schedule: of a pipeline.
+        schedule: schedule of a pipeline.
         chunks: runs of layers of each rank of an interleaved pipeline, if the model has enough.
         shard: whether workers that hold the same tensors cut masters and moments: only if nothing
             else fits ("auto"), never, or always. The state of cut heads is never cut.

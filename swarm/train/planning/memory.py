@@ -35,7 +35,7 @@ def need_of(run: RunConfig, num_owned: int, options: EngineOptions, workers: int
     Args:
         run: the model and its micro-batches.
         num_owned: experts that the peer trains.
-        options: of the engine, or of each worker.
+        options: options of the engine, or of each worker.
         workers: number that share the micro-batches; 0 for the product of `ep` and `pp`.
 
     Allocator rounding, libraries, a running round and the peer itself are not included. The result
@@ -66,7 +66,7 @@ def rank_need(
     Args:
         run: the model and its micro-batches.
         num_owned: experts that the peer trains.
-        options: of the workers.
+        options: options of the workers.
         loads: the rows of this rank.
         workers: number of ranks.
         rank: which of them.

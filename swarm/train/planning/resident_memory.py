@@ -217,7 +217,7 @@ def resident_need(
     Args:
         run: the model and its micro-batches.
         num_owned: experts that the peer trains.
-        options: of the engine, or of each worker.
+        options: options of the engine, or of each worker.
         held: the part of the model that the rank holds.
         loads: the rows of its layers, for at least as many micro-batches as it keeps.
     """

@@ -51,7 +51,7 @@ class PrivateState:
         base_tip: digest of the manifest from which training started.
         round: the round for which the steps were offered.
         steps: local steps that are offered.
-        tokens: of these steps.
+        tokens: tokens of these steps.
         seconds: duration of these steps.
         data_position: samples of the private corpus that the peer has read, including these steps.
         offered: digest of the offered value of each unit.

@@ -57,7 +57,7 @@ class Written:
     """A file that is whole and durable.
 
     Attributes:
-        num_bytes: of it.
+        num_bytes: size of the file.
         digest: BLAKE3 of its content, without a seal.
     """
 
@@ -76,7 +76,7 @@ class HashedFile:
         """Begins to write.
 
         Args:
-            path: of the file. An older file is replaced.
+            path: path of the file. An older file is replaced.
             groups: called by the hashing thread. It returns the tensors in the order of the file.
         """
         self._path = path
@@ -264,7 +264,7 @@ class Part:
 
     Attributes:
         name: in the folder of parts.
-        num_bytes: of it.
+        num_bytes: size of the file.
         digest: BLAKE3 of it, in hex.
     """
 

@@ -305,9 +305,9 @@ class Buffers:
         Waits until the buffer's previous update has ended, and raises that update's error.
 
         Args:
-            name: of the unit.
+            name: name of the unit.
             gradients: its sums.
-            scale: of the loss, where the device computes Muon's directions; else None.
+            scale: scale of the loss, where the device computes Muon's directions; else None.
 
         Raises:
             Disconnected: another rank has ended.

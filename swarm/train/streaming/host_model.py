@@ -45,7 +45,7 @@ def runs_of(begins: Sequence[int], num_bytes: int, ways: int) -> tuple[slice, ..
 
     Args:
         begins: where a run may begin; one of them is 0.
-        num_bytes: of the buffer.
+        num_bytes: bytes of the buffer.
         ways: number of runs.
     """
     places = sorted({*begins, num_bytes})
@@ -134,7 +134,7 @@ class HostUnit:
             name: see above.
             run: the model and the optimizer's settings.
             compute: type of matrices in the copy for the device.
-            form: of the moments.
+            form: form of the moments.
             pinned: for a GPU.
             memory: for everything that it allocates.
             finished_R: int64, in that memory: the number of updates that each process has finished.

@@ -34,7 +34,7 @@ class Evaluation:
 
     Args:
         run: the model.
-        options: of the engine.
+        options: options of the engine.
         store: the source of units; no update may be running.
         ranks: processes that share the micro-batches.
     """
@@ -107,7 +107,7 @@ class StreamingEngine:
 
         Args:
             run: the model.
-            options: of the engine.
+            options: options of the engine.
             ranks: processes that share the micro-batches.
             memory: shared by these processes; None for memory of its own.
         """

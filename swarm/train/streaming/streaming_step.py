@@ -101,7 +101,7 @@ class Pass:
 
     Attributes:
         micro_batches: tokens, on the device where the caller has them, and masks.
-        losses: of each micro-batch, detached.
+        losses: losses of each micro-batch, detached.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Pass:
             checkpoints: keeps the inputs of layers.
             micro_batches: tokens and masks.
             divisor: number of micro-batches of the whole step.
-            scale: of the loss.
+            scale: scale of the loss.
             controls: of each micro-batch.
             before: gradients of earlier passes of this step, by unit.
         """

@@ -166,7 +166,7 @@ class _Stretch:
     """The commands given since the saving of a private state began.
 
     Attributes:
-        counts: of that state. None before the first saving.
+        counts: counts of that state. None before the first saving.
         before: the file on disk before that saving. None if there was none.
         frozen: where the values of the matrices that were frozen then can be read, by name.
         commands: the commands since then.
@@ -224,7 +224,7 @@ class History:
         """Notes that the private state will be saved; drops commands before the one on disk.
 
         Args:
-            counts: of the state.
+            counts: counts of the state.
             trained: whether the state holds a tensor, by name.
         """
         self._frozen = {n: values for n, values in self._frozen.items() if not trained(n)}

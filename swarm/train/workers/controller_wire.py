@@ -298,7 +298,7 @@ def key_at(path: Path, *, may_make: bool) -> bytes:
     """Reads the key in a file. Makes a missing file if allowed.
 
     Args:
-        path: of a file with one line of 64 hexadecimal digits.
+        path: path of a file with one line of 64 hexadecimal digits.
         may_make: whether to make a missing file. The controller does, and nodes get a copy.
 
     Raises:

@@ -72,7 +72,7 @@ class WorkerProcess(Member):
         """Starts the process.
 
         Args:
-            rank: of the worker.
+            rank: rank of the worker.
             threads: its CPU threads.
             interface: network interface for meeting the others. None leaves the choice to torch.
 

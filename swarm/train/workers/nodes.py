@@ -193,7 +193,7 @@ class Nodes:
         """Whether a crew of fewer workers than wanted is worth restarting with more.
 
         Args:
-            size: of the crew.
+            size: size of the crew.
             age_s: seconds for which it has computed. A crew younger than `wait_s` is never
                 restarted.
         """

@@ -55,8 +55,8 @@ class ParallelEngine:
 
         Args:
             run: the model.
-            options: of each worker: first the options to begin with, then those to step down to, in
-                order.
+            options: options of each worker: first the options to begin with, then those to step
+                down to, in order.
             start: starts workers.
             folder: on a disk with room for the commands that new workers must repeat. None for the
                 system's folder for temporary files.

@@ -150,7 +150,8 @@ class Launch:
     Attributes:
         local: the number of this worker on its machine, if the process becomes one worker. None if
             it starts all workers of its machine.
-        rank: of this process among those that the launcher has started. None without a launcher.
+        rank: rank of this process among those that the launcher has started. None without a
+            launcher.
         controller: host that the launcher names. None if it names none.
     """
 

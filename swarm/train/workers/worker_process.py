@@ -82,7 +82,7 @@ class SplitStep:
         """Begins the step.
 
         Args:
-            engine: of the rank.
+            engine: engine of the rank.
             step: makes the step with the engine, and returns the answer.
             is_beside: whether the engine can be read during the step. If not, `finish` makes the
                 whole step.

@@ -65,7 +65,7 @@ class Workforce:
     """Asks workers, and replaces lost ones. Any thread may ask; one question runs at a time.
 
     Attributes:
-        options: of the engine of each worker.
+        options: options of the engine of each worker.
         size: number of workers.
     """
 
