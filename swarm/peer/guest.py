@@ -64,8 +64,8 @@ class Watch:
         """The swarm now.
 
         Raises:
-            NobodyReachable: no run is announced, or none of its peers is present. A run whose end
-                was seen raises nothing: its last state is returned, without peers.
+            NobodyReachable: no run is announced, or none of its peers is present. After the end of
+                a run was seen, its last state is returned, without peers.
         """
         try:
             return self._look()

@@ -198,12 +198,12 @@ class Peer:
             addresses: such as `/ip4/203.0.113.7/tcp/31330/p2p/ID`; some may be unreachable.
             folder: the state directory of this peer; made if missing.
             config: configuration of this machine.
-            wanted: which run, if several are announced there; the invitation, if one is needed.
+            wanted: the run, if several are announced there, and the invitation, if one is needed.
             observer: notified of events.
 
         Raises:
             NobodyReachable: none of the addresses answers, or none announces a run.
-            RunMismatch: the run is not the wanted one.
+            RunMismatch: the run is not the wanted run.
             TextMismatch, DataError: this machine's text is not the run's.
         """
         network = config.network.model_copy(update={"initial_peers": tuple(addresses)})

@@ -174,7 +174,7 @@ class Dht:
         return frozenset(peer.to_base58() for peer in peers)
 
     async def store(self, key: str, value: bytes, ttl_s: float) -> bool:
-        """Publishes this peer's value; holders keep the old one unless the expiration grows.
+        """Publishes this peer's value. Holders keep the old value unless the expiration grows.
 
         Raises:
             NobodyReachable: the DHT did not answer in time.

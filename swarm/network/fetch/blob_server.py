@@ -48,7 +48,7 @@ class FairQueue:
     def __init__(
         self, is_member: Callable[[str], bool], network_of: Callable[[str], str] = str
     ) -> None:
-        """Nobody is served yet.
+        """Begins without streams.
 
         Args:
             is_member: whether a peer id is a member of the run.

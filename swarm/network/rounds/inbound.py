@@ -316,8 +316,8 @@ async def open_message(
     The sender is asked first, then peers that have the blob according to the message, or whose
     messages named it (`shown`). So one uplink need not carry a manifest to all peers. The offers of
     a large roster are requested from their makers first, since the convener alone would have to
-    send 2 GB to 256 peers. If a proposal names relays, its blobs are requested only from these for
-    `RELAYED_S`, except by the relays themselves (blob relays).
+    send 2 GB to 256 peers. If a proposal names relays, all peers but the relays request its blobs
+    only from the relays for `RELAYED_S` (blob relays).
 
     Raises:
         BadMessage: the message does not fit the schema.

@@ -93,11 +93,12 @@ async def probe(address: Address, timeout_s: float) -> str | None:
     """Why no libp2p host answers at this address; None if one does.
 
     An open port is not enough: the kernel accepts connections for a stopped process, and some
-    firewalls do without any process. p2pd would wait there until its start is given up.
+    firewalls accept connections without any process. p2pd would wait for such an address until its
+    start is given up.
 
     Args:
-        address: to connect to.
-        timeout_s: for the connection; the greeting has another `GREETING_S`.
+        address: address to connect to.
+        timeout_s: time limit of the connection. The greeting has another `GREETING_S`.
     """
     try:
         async with asyncio.timeout(timeout_s):

@@ -155,8 +155,8 @@ class RelayedMessages:
         """Notes an envelope that has arrived for this peer.
 
         Args:
-            source: its signer; the signature must be verified before.
-            stamp: the envelope's.
+            source: signer of the envelope. The signature must be verified before.
+            stamp: stamp of the envelope.
             now_s: seconds since 1970.
 
         Raises:

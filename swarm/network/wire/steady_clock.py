@@ -59,7 +59,8 @@ class Comparison:
     """The result of a comparison with other members.
 
     Attributes:
-        ahead_s: how far their clocks are ahead of this one, as the new goal; None keeps the goal.
+        ahead_s: how far the others' clocks are ahead of this clock, as the new goal. None keeps the
+            goal.
         by_wall: whether the new goal is the time of this machine's wall clock.
     """
 
@@ -70,10 +71,10 @@ class Comparison:
 def compared(told: Sequence[float], wall_ahead_s: float, *, has_jumped: bool) -> Comparison:
     """The correction that follows from the other members' times; pure.
 
-    If one member has this clock's time, this clock stays. Otherwise, after a jump of the wall
-    clock, the wall clock counts if one member has its time. Otherwise the others count if they
-    agree. In a run of two peers, each moves half the way, since otherwise they would exchange their
-    times.
+    If any member has this clock's time, this clock does not change. Otherwise, after a jump of the
+    wall clock, this clock follows the wall clock if any member has the wall clock's time. Otherwise
+    it follows the others' time if they agree. In a run of two peers, each clock moves half the way,
+    because otherwise the two would exchange their times.
 
     Args:
         told: seconds by which the clock of each member that answered is ahead of this one.

@@ -121,8 +121,8 @@ def receive_blocking(
 ) -> None:
     """Fills a large buffer, in a thread of its own; `shutdown` of the socket ends it early.
 
-    The daemon delivers bytes in small portions. To wait for them in the kernel costs a fraction of
-    waking the loop for each, and leaves Python's lock to the trainer.
+    The daemon delivers bytes in small portions. Waiting for portions in the kernel costs a fraction
+    of waking the loop for each portion, and leaves Python's lock to the trainer.
 
     Args:
         connection: the stream.

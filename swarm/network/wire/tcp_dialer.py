@@ -159,7 +159,7 @@ class TcpDialer:
     def __init__(
         self, identity: Identity, control: Control, p2p: Callable[[], P2P], door: TcpListener
     ) -> None:
-        """Knows no route yet.
+        """Begins without known routes.
 
         Args:
             identity: signs envelopes.

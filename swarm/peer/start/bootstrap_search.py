@@ -116,7 +116,7 @@ class RunSearchDeadline:
         Args:
             host: host of this peer.
             fingerprint: fingerprint of the wanted configuration; None for any.
-            least_s: seconds to search even if nobody prepares a run.
+            least_s: seconds to search even if no peer prepares a run.
         """
         self._host, self._fingerprint = host, fingerprint
         self._end_s, self._said_s = time.monotonic() + least_s, -SAY_S

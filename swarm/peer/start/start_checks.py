@@ -86,7 +86,7 @@ def require_finished(wanted: Wanted, state: StateDirectory) -> None:
     Every setting is part of a run, even its number of rounds, so other settings make another run.
 
     Args:
-        wanted: with the configuration of the run to be founded.
+        wanted: the request, with the configuration of the run to be founded.
         state: the state directory.
 
     Raises:

@@ -160,7 +160,7 @@ def open_state(path: Path, run_id: str | None = None) -> tuple[StateDirectory, A
 
     Args:
         path: the peer's state directory.
-        run_id: the wanted run; None for the one that the peer was in last.
+        run_id: id of the wanted run. None for the run that the peer was in last.
 
     Raises:
         StateError: there is no run in the directory.

@@ -65,7 +65,7 @@ class ExpertMoments:
 
         Args:
             adopted: the manifest that the engine has adopted.
-            tip: the newest.
+            tip: the newest manifest.
         """
         self._leaving = handover.handed_over(self.model.me, adopted, tip)
         self._leaving_round = handover.handover_round(self.model.me, adopted, tip)
@@ -97,8 +97,8 @@ class ExpertMoments:
         """Layout of an expert's moments blob, which contains masters if the wire rounds values.
 
         If experts move by deltas, the blob contains no masters. A master then differs from the
-        agreed value by the error of a coding. A new owner could not tell whose error that is, so it
-        is lost.
+        agreed value by the error of a coding. A new owner could not tell which peer's error it is,
+        so the error is lost.
         """
         wire = self.model.run.wire
         with_master = wire.experts != "fp32" and wire.experts_coding == "none"

@@ -119,7 +119,7 @@ _FOLLOWING = (Action.CORRECTED, Action.CARRIED)
 
 @dataclass(frozen=True)
 class Move:
-    """How the live value of a unit moves towards the agreed one.
+    """How the live value of a unit moves towards the agreed value.
 
     Attributes:
         after: the agreed value.

@@ -236,12 +236,12 @@ def pruned(links: Sequence[Link], recent: int = 0) -> tuple[Link, ...]:
 
     A head is left out if more than half of its voters signed the next link that is kept, so that
     one step leads there [L1]. From a kept link, one step leads past all heads up to a later link if
-    none of that link's signers became a voter in between. Such a link is searched for among the
-    next `RECENT` links.
+    none of that link's signers became a voter in between. Such a later link is searched for among
+    the next `RECENT` links.
 
     Args:
         links: heads of one ancestry, oldest first; earlier pruning may have left out some.
-        recent: keeps all of this many last links, since a later link may make all of them
+        recent: number of last links that are all kept, since a later link may make all of them
             unnecessary. Of older links with equal voters, the first of each electorate is kept
             until then.
     """

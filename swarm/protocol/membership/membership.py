@@ -303,13 +303,13 @@ def _unchanged(parent: Manifest, heard: Collection[PeerId]) -> Membership:
 
 @dataclass
 class Guests:
-    """Decides peer by peer which may join, and which are vouched for [R8].
+    """Decides peer by peer which peers may join, and which peers are vouched for [R8].
 
     Attributes:
         shown: the credential of each peer that has shown one.
         uses: uses of invitations: those in the parent, and by guests admitted since.
         came_with: the credentials of the guests admitted since.
-        given: how many peers each inviter of these guests has admitted by now.
+        given: number of peers that each inviter of these guests has admitted so far.
     """
 
     parent: Manifest

@@ -381,7 +381,7 @@ class BareMessage:
 
     Attributes:
         header: the header of the message.
-        kind: its type as on the wire.
+        kind: type of the message as on the wire.
         attachments: digest and size of every blob that the message refers to, to be fetched before
             it is decoded.
         relays: peers that relay the attachments of a PROPOSE (blob relays); empty for any other

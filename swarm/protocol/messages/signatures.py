@@ -38,8 +38,9 @@ class Claim:
     """The kind, attachments and header that a message claims to have.
 
     Attributes:
-        kind: its type as on the wire.
-        attachments: digest and size of each; a COMMIT has manifest, proof and perhaps the parent.
+        kind: type of the message as on the wire.
+        attachments: digest and size of each attachment. A COMMIT has manifest, proof and perhaps
+            the parent.
         header: the header of the message.
     """
 

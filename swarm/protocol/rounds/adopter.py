@@ -234,8 +234,9 @@ class Adopter(Role):
     def _collect_garbage(self, old: events.Record) -> None:
         """Names the blobs to keep: those of the tip, the previous tip, and a fetch under way [GC].
 
-        A peer that leaves a generation also keeps the parent of its last tip there, and the
-        proposal that it accepted there. Others may still need these blobs to finish that round.
+        A peer that leaves a generation also keeps the blobs of the parent of its last tip there,
+        and of the proposal that it accepted there. Others may still need these blobs to finish that
+        round.
         """
         # Manifests that are being synced are kept. If one were dropped and fetched again, the end
         # of the first sync would be mistaken for the end of the second.

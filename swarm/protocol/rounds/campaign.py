@@ -15,10 +15,10 @@ from swarm.protocol.values.manifest import Manifest, PeerId, Unit, Wish, turn
 
 @dataclass
 class Declarations:
-    """One declaration of each peer: that of its offer in the roster, or else its last one.
+    """One declaration of each peer: that of its offer in the roster, or else its last declaration.
 
     A peer may make several declarations, by a restart or by messages that overtake each other. Of
-    the declarations that name the averaged offer, the last one counts.
+    the declarations that name the averaged offer, the last counts.
     """
 
     last: dict[PeerId, messages.Declared] = field(default_factory=dict)

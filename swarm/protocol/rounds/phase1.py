@@ -52,7 +52,7 @@ class Phase1(Role):
         return promises if self.standing.has_quorum(promises) else None
 
     def _promises(self, campaign: Campaign) -> Mapping[PeerId, Ready]:
-        """The promises that count; those of excluded peers do so only after T_roster [C2, C6].
+        """The promises that count. Those of excluded peers count only after T_roster [C2, C6].
 
         Excluded peers are sources of blobs that nobody could fetch. A source may have voted for a
         value with these blobs. With a quorum of other peers, the convener need not propose that

@@ -43,7 +43,7 @@ def training_s(local_tokens: int, tokens_per_s: Iterable[float]) -> float | None
 
     Args:
         local_tokens: tokens of one peer in one round.
-        tokens_per_s: of each peer; 0 where it has not trained yet.
+        tokens_per_s: pace of each peer. 0 if the peer has not trained yet.
     """
     rates = sorted(rate for rate in tokens_per_s if rate > 0)
     return max(local_tokens / rates[len(rates) // 2], SHORTEST_ROUND_S) if rates else None

@@ -419,10 +419,10 @@ def leave_statement(run: str, tip: Digest) -> bytes:
 
 
 def is_ancestor(code: Code, of: Code) -> bool:
-    """Whether the manifest of one code is an ancestor of another's, or the same.
+    """Whether the manifest with one code is an ancestor of that with the other code, or the same.
 
-    A reform has the same height as its parent. So manifests of the old generation above that height
-    are not its ancestors.
+    A reform has the same height as its parent. So manifests of the old generation above this height
+    are not ancestors of the reform.
     """
     *lineage, (height, _) = code
     return of[: len(lineage)] == tuple(lineage) and height <= of[len(lineage)][0]

@@ -194,7 +194,8 @@ def train_local_steps(
         task: the samples, and the position in the run.
         left: called before each step with the steps done in this call and their seconds. It returns
             the number of further steps; 0 ends the loop.
-        stop: called before each step. True ends the loop early, as when the tip has moved.
+        stop: called before each step. True ends the loop early, for example because the tip has
+            changed.
         on_step: called after each step with its number and statistics. The number is the run's
             steps at the tip plus the local steps since, which in the exact mode is the step's
             number in the run.

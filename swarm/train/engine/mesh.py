@@ -139,7 +139,7 @@ def bubble_of(stages: int, micro_batches: float, chunks: int = 1) -> float:
 
     Args:
         stages: ranks of the pipeline, p.
-        micro_batches: that go through the pipeline, m. May be a mean.
+        micro_batches: number of micro-batches that go through the pipeline, m. May be a mean.
         chunks: runs of layers that each rank has, v.
     """
     return (stages - 1) / (chunks * micro_batches + stages - 1)
@@ -324,7 +324,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Dealing:
-    """Which seat of a group holds which experts.
+    """The experts that each seat of a group holds.
 
     Attributes:
         owned: the experts of each seat that this peer trains, ascending.
@@ -391,7 +391,7 @@ def _dealt(
         experts: experts of this kind, ascending.
         seats: the present seats of experts.
         settled: experts that were of this kind before.
-        taken: how many experts of the other kind each seat has. Seats with few are filled first.
+        taken: number of experts of the other kind at each seat. Seats with few are filled first.
     """
     ep = len(taken)
     there: list[list[int]] = [[] for _ in range(ep)]

@@ -61,7 +61,7 @@ def update_matrix(
     """One update, in place, in fp32; only the products on a GPU are in bf16.
 
     Raises:
-        TrainingDiverged: the momentum is not finite. The matrix is unchanged then.
+        TrainingDiverged: the momentum is not finite. The matrix does not change.
     """
     update_RC = direction(nesterov(gradient_RC, momentum_RC))
     require_finite(update_RC, name)

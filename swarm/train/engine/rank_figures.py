@@ -20,17 +20,17 @@ class RankFigures:
     """One rank in one step, or in several steps together.
 
     Attributes:
-        steps: number.
-        seconds: from the command until the step is done.
-        micro_batches: that it computed.
+        steps: number of steps.
+        seconds: time from the command until the step is done.
+        micro_batches: number of micro-batches that the rank computed.
         idle: slots without work: the difference to the rank with the most micro-batches.
-        stage: its number in the pipeline.
+        stage: number of the rank's stage in the pipeline.
         stages: stages of the pipeline; 1 for none.
         chunks: runs of layers that each rank of a pipeline has.
         pipeline_s: seconds of the pipeline's schedule.
         stage_s: seconds of the schedule spent in layers, exchanges of tokens included.
-        operations: between ranks, by kind.
-        num_bytes: sent by this rank to others, by kind.
+        operations: number of operations between ranks, by kind.
+        num_bytes: bytes that this rank sent to others, by kind.
         waited_s: seconds in operations between ranks, by kind: from the time when this rank is
             ready until it has received the others' values, so waits for slower ranks are included.
             Transfers between stages overlap compute, so they are in `pipeline_s` instead.

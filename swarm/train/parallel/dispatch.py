@@ -99,7 +99,7 @@ class Trip(Plan):
 
     Attributes:
         sent: number of rows to each rank of the group.
-        received: number of rows from each.
+        received: number of rows from each rank.
         there: the plan of the received rows, each a token with one expert.
     """
 
@@ -114,8 +114,8 @@ class Way:
 
     Attributes:
         group: the ranks that hold the experts.
-        trip: which rows go where.
-        setting: for the computation of the received rows.
+        trip: the destinations of the rows.
+        setting: setting for the computation of the received rows.
     """
 
     group: Ranks
@@ -123,11 +123,11 @@ class Way:
     setting: Setting
 
     def go(self, rows_SX: Tensor, kind: str) -> Tensor:
-        """Sends rows to the experts; returns the received ones, [R, X]."""
+        """Sends rows to the experts. Returns the received rows, [R, X]."""
         return self.group.exchange(rows_SX, self.trip.sent, self.trip.received, kind)
 
     def come(self, rows_MX: Tensor, kind: str) -> Tensor:
-        """Sends rows of the experts back; returns those of this rank, [S, X]."""
+        """Sends rows of the experts back. Returns the rows of this rank, [S, X]."""
         rows_RX = rows_MX.index_select(0, self.trip.there.row_NK[:, 0])
         return self.group.exchange(rows_RX, self.trip.received, self.trip.sent, kind)
 

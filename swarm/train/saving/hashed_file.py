@@ -252,7 +252,7 @@ PREVIOUS = ".previous"
 
 
 class UnreadableState(CorruptState):
-    """A file that may be intact, but cannot be read now, or not by this version.
+    """A file that may be intact, but cannot be read now or by this version.
 
     The caller treats it as damaged for now. The file is kept for a later start.
     """

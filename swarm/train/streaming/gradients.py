@@ -49,11 +49,11 @@ class GradientOffload:
     """The transfer of one unit's gradients to the host.
 
     Attributes:
-        unit: whose gradients they are.
+        unit: the unit of the gradients.
         place_in_forward: the unit's place in the order of the forward pass.
-        buffer: where they arrive.
+        buffer: host memory in which the gradients arrive.
         squares: fp64, on the host: the sum of squares of each gradient, in the unit's order.
-        arrived: reached once they are on the host.
+        arrived: a mark, reached once the gradients are on the host.
     """
 
     unit: HostUnit
@@ -111,7 +111,7 @@ class HostOptimizer:
         """Updates a unit once its gradients have arrived; the unit's version rises at once.
 
         Args:
-            offload: its gradients; their buffer is busy until the update is done.
+            offload: gradients of the unit. Their buffer is busy until the update is done.
             factors: see `Factors`; called once the gradients have arrived.
             update: learning rate and count.
         """
@@ -246,7 +246,7 @@ class Accumulator:
         """Sends this process's share of the gradients, and the sums of their squares, to the host.
 
         Returns:
-            A mark that is reached once they have arrived.
+            A mark that is reached once gradients and sums have arrived.
         """
         flat = self._buffer[: self.packing.num_bytes].view(torch.float32)
         found = [square_sum(flat[part]) for part in _parts(self.packing, self._run)]
@@ -306,7 +306,7 @@ class Buffers:
 
         Args:
             name: name of the unit.
-            gradients: its sums.
+            gradients: gradients of the unit.
             scale: scale of the loss, where the device computes Muon's directions; else None.
 
         Raises:

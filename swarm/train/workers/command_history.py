@@ -133,7 +133,7 @@ class Saved:
     """Access to this machine's private state, as the trainer saves it.
 
     Attributes:
-        peek: returns counts and stamp of the newest state; None if there is none.
+        peek: returns counts and stamp of the newest state. None if there is no state.
         load: returns the newest state, checked.
     """
 

@@ -41,7 +41,7 @@ class Member(ABC):
     """One or several ranks at the other end of a socket.
 
     Attributes:
-        ranks: its ranks.
+        ranks: ranks of the member.
         socket: readable when there is something to `receive`.
     """
 

@@ -71,9 +71,9 @@ def objection(node: Node, device: str, versions: tuple[str, str]) -> str | None:
     """Why a node cannot be part of this peer. None if it can.
 
     Args:
-        node: its hardware and versions.
-        device: on which this peer computes, "cpu" or "cuda".
-        versions: of swarm and torch here.
+        node: hardware and versions of the node.
+        device: device on which this peer computes, "cpu" or "cuda".
+        versions: versions of swarm and torch here.
     """
     if node.versions != versions:
         theirs, ours = (" with torch ".join(pair) for pair in (node.versions, versions))

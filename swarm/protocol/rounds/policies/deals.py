@@ -68,7 +68,7 @@ def quotas(
 def _median_pace(members: Mapping[PeerId, Member]) -> float:
     """The pace of the median voter (of two medians, the upper); 0 if no voter has a pace.
 
-    A voter that is vouched for with weight w counts with a w-th of its pace.
+    A voter that is vouched for with weight w counts with 1/w of its pace.
     """
     voters = (member for member in members.values() if member.votes and member.tokens_per_s)
     known = sorted(voter.tokens_per_s / voter.weight for voter in voters)
