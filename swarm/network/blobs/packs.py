@@ -345,7 +345,7 @@ class PackSet:
     # ------------------------------------------------ allocations; the caller holds `lock`
 
     def allocate(self, num_bytes: int) -> Place:
-        """Allocates room in the open pack, which then counts one more writer."""
+        """Allocates room in the open pack, and counts a further writer of the pack."""
         if self._open is None or self._open.num_bytes >= PACK_BYTES:
             self._open = self._new_pack()
             self._packs.append(self._open)
@@ -423,16 +423,16 @@ class PackSet:
     # ------------------------------------------------ room; the caller holds no lock
 
     def shrink(self, is_ended: Callable[[], bool]) -> None:
-        """Deletes packs that are garbage, then rewrites those that are mostly garbage.
+        """Deletes packs that are garbage, then rewrites packs that are mostly garbage.
 
         Packs that become garbage during the call are included. `durability` is held only while the
         copies of one pack are made durable.
 
         Args:
-            is_ended: called with every piece; once it is true, packs stay as they are.
+            is_ended: called with every piece. Once it returns True, packs are not changed.
 
         Raises:
-            StateError: the disk failed for a pack, which is unchanged; the others are rewritten.
+            StateError: the disk failed for a pack, which does not change. The others are rewritten.
         """
         tried: list[Pack] = []
         failure: StateError | None = None

@@ -268,7 +268,7 @@ class Node:
         self._ways.unanswered(peer_id)
 
     def is_far(self, peer_id: str) -> bool:
-        """Whether a peer is reached only through others, so that its bytes travel twice."""
+        """Whether a peer is reached only through others, so that bytes to it are sent twice."""
         return self._ways.is_far(peer_id)
 
     # ------------------------------------------------ the DHT

@@ -224,9 +224,9 @@ class Look:
     """The answer of one peer, and its timing.
 
     Attributes:
-        about: its answer.
-        rtt_ms: shortest of a few questions.
-        clock_offset_s: its clock minus this machine's.
+        about: answer of the peer.
+        rtt_ms: shortest round trip of a few questions.
+        clock_offset_s: the peer's clock minus this machine's.
     """
 
     about: About

@@ -62,7 +62,7 @@ class ChainGaps:
 
         Args:
             node: sends the questions; its ledger limits what other peers may cost this one.
-            machine: owns the chain, and is the only one to change it.
+            machine: owns the chain, and alone changes it.
             outbound: encodes the tip.
             deliver: takes found links, for the machine.
         """

@@ -200,9 +200,9 @@ class MomentsExchange:
     def take_up(self, experts: Iterable[int], previous: Manifest, manifest: Manifest) -> None:
         """Searches for the moments of experts that this peer owns from `manifest` on.
 
-        There will be an `Arrival` for each expert that this peer still owns then. It takes at most
-        `PATIENCE_S` without an offer from an earlier owner, plus `transfer_limit_s` for each blob
-        that is fetched.
+        An `Arrival` follows for each expert that this peer still owns. It comes after at most
+        `PATIENCE_S` without an offer from an earlier owner, plus `transfer_limit_s` for each
+        fetched blob.
         """
         self._node.loop.call_soon_threadsafe(self._take_up, tuple(experts), previous, manifest)
 

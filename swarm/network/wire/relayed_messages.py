@@ -147,7 +147,7 @@ class RelayedMessages:
         self._windows: dict[str, Window] = {}
 
     def stamped(self, destination: str, content: bytes, now_s: float) -> bytes:
-        """Bytes to seal: 16 bytes that are unique for this destination, then `content`."""
+        """The bytes to seal: 16 bytes that are unique for this destination, then `content`."""
         numbers = recalled(self._numbers, destination, lambda: count(int(now_s * 1e6)), MAX_PEERS)
         return _STAMP.pack(int(now_s * 1e3), next(numbers)) + content
 

@@ -49,7 +49,7 @@ class _Offset:
     slew: float = SLEW
 
     def at(self, passed_s: float) -> float:
-        """The offset after this much time; it never falls so fast that the clock goes back."""
+        """The offset after `passed_s`. It never falls so fast that the clock goes back."""
         most_s = self.slew * max(passed_s - self.begin_s, 0.0)
         return self.value_s + min(max(self.goal_s - self.value_s, -most_s), most_s)
 
@@ -146,7 +146,7 @@ class SteadyClock:
             return wall_s - self._offset.at(passed)
 
     def compare(self, told: Sequence[float]) -> Comparison:
-        """Follows the times of other members, see `compared`; logs a change of the goal.
+        """Follows the times of other members; see `compared`. Logs a change of the goal.
 
         Args:
             told: seconds by which the clock of each that answered is ahead of this one.

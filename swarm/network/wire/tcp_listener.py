@@ -116,7 +116,7 @@ class TcpListener:
     """Connections that others open to this peer; all in the node's loop.
 
     Attributes:
-        port: where it listens; 0 if it does not.
+        port: port where this peer listens. 0 if it does not listen.
         streams: handlers of the bulk protocols.
         tasks: connections that are being served.
     """

@@ -235,7 +235,7 @@ class Transport:
             await self.direct.close()
 
     def is_far(self, peer_id: str) -> bool:
-        """Whether a peer is only reached through others, so that its bytes travel twice."""
+        """Whether a peer is reached only through others, so that bytes to it are sent twice."""
         return self._routes.needs_relay(peer_id, time.monotonic())
 
     async def post(self, peer_id: str, payload: bytes, timeout_s: float) -> None:

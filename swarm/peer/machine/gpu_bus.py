@@ -60,7 +60,7 @@ def bus_of(gb_s: float) -> Bus:
 
 
 def slowest_copy(devices: list[torch.device], num_bytes: int = COPIED_BYTES) -> float:
-    """GB/s of copies from the first device to each other one, the best of five each."""
+    """GB/s of copies from the first device to each other device, the best of five copies each."""
     rates = []
     source = torch.ones(num_bytes, dtype=torch.uint8, device=devices[0])
     for device in devices[1:]:

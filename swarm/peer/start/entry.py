@@ -99,11 +99,11 @@ def drop_damaged(store: BlobStore, tip: Manifest) -> list[str]:
 
 
 def earlier_record(record: Record, file: RecordFile, store: BlobStore) -> Record | None:
-    """The newest record before this one whose blobs are all whole; None if there is none.
+    """The newest earlier record whose blobs are all whole. None if there is none.
 
     Each promise and each vote writes a record, so both record files may have the damaged tip. Then
-    the tip's parent is used, which both files have. Votes after the parent are dropped, since they
-    were for values that are lost.
+    the tip's parent is used, which both files have. Votes after the parent are dropped, since their
+    values are lost.
     """
     for earlier in _before(record, file):
         if not store.verify(earlier.tip.blobs):

@@ -70,7 +70,7 @@ def _known_of(traffic: Traffic) -> int:
 
 
 def bytes_to_leave(run: RunConfig, num_peers: int) -> float:
-    """Bytes that a leaving peer still moves: those of a round, both ways, and its moments."""
+    """Bytes that a leaving peer still moves: the bytes of a round, both ways, and its moments."""
     round_bytes = 2 * bytes_sent_per_peer_per_round(run, num_peers)
     return OVERHEAD * (round_bytes + handover_bytes(run, num_peers))
 

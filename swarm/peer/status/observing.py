@@ -33,8 +33,8 @@ class RoundReport:
 class PeerObserver(RoundObserver):
     """Callbacks of a peer. A subclass overrides those that it needs; the others do nothing.
 
-    The peer waits for each callback, so a callback must be short. An exception in one ends the
-    training. Callbacks run in the thread that calls `Peer.train`, unless their docstring says
+    The peer waits for each callback, so a callback must be short. An exception in a callback ends
+    the training. Callbacks run in the thread that calls `Peer.train`, unless their docstring says
     otherwise.
     """
 

@@ -245,11 +245,11 @@ class Publisher:
 
 
 def announcement(run_id: str, run: RunConfig, manifest: Manifest) -> records.RunRecord:
-    """The run's record, which every member repeats, so that it outlives its founder.
+    """The run's record, which every member repeats, so that it outlives the founder.
 
     Args:
         run_id: id of the run.
-        run: its configuration.
+        run: configuration of the run.
         manifest: manifest 0.
     """
     return records.RunRecord(

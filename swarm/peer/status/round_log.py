@@ -226,10 +226,10 @@ def link_figures(
 
 
 def up_mbit(lines: LinkHealth, traffic: Traffic) -> float | None:
-    """The upload rate of this peer in Mbit/s, or its cap; None if neither is known.
+    """The upload rate of this peer in Mbit/s, at most its cap. None if neither is known.
 
-    Two lower bounds are measured: one by tests, the other from the bytes that others received
-    since.
+    The rate is the larger of two measured lower bounds: one by tests, one by the bytes that others
+    have received since.
     """
     figures = (lines.tested_mbit, traffic.sent.mbit_since(lines.settled_s))
     measured = max((mbit for mbit in figures if mbit), default=None)

@@ -118,7 +118,7 @@ def rolled_back(earlier: Record) -> Record:
 
 
 def repaired(record: Record) -> Record | None:
-    """Repairs a record whose promise or vote has an impossible attempt; None if neither has one.
+    """Repairs a record with an impossible attempt in promise or vote. None if there is no such.
 
     No message can name such a ballot, so the promise or vote is dropped. The peer then no longer
     knows which votes it must not cast. So it casts no vote at that height.

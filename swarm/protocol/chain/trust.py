@@ -108,8 +108,8 @@ def _reform_problem(
 def reform_electors(before: Head) -> frozenset[PeerId]:
     """The peers whose reform of this head others believe: its voters and the founder [F3, L2].
 
-    The founder is one of them even if it has left: manifest 0 names it, and all peers trust
-    manifest 0. Otherwise a founder that is left with trainees alone could not reform with them.
+    The founder is an elector even if it has left: manifest 0 names it, and all peers trust manifest
+    0. Otherwise a founder that is left with trainees alone could not reform with them.
     """
     return frozenset([before.founder, *before.voters])
 
@@ -206,7 +206,7 @@ class Foothold:
 
 
 def counted(link: Link, before: Sequence[Link]) -> tuple[Certificate, Digest]:
-    """A certificate with only those signatures that can count, so that no others are verified."""
+    """A certificate without signatures that cannot count, so that these are not verified."""
     assert link.certificate is not None
     electors = {*reform_electors(before[-1].head), *(link.parent.voters if link.parent else ())}
     signatures = link.certificate.signatures
@@ -215,10 +215,10 @@ def counted(link: Link, before: Sequence[Link]) -> tuple[Certificate, Digest]:
 
 
 def with_reforms(links: Sequence[Link], before: Sequence[Link]) -> tuple[Link, ...]:
-    """The links that replace those on disk, with the reforms of other branches.
+    """The links that replace the links on disk, with the reforms of other branches.
 
-    If the newest record is damaged, the previous one is read, and that may be on another branch.
-    Without the branch's reforms this peer would not know which heads to trust (`Chain.trusted`).
+    If the newest record is damaged, the previous record is read, which may be on another branch.
+    Without that branch's reforms this peer would not know which heads to trust (`Chain.trusted`).
     Each reform is kept with its parent's head, from which other peers may begin their proofs.
     """
     known = {link.head.digest for link in links}

@@ -59,7 +59,7 @@ R = TypeVar("R")
 
 
 class Remainders(Generic[R]):
-    """Remainders of the units that this peer averages; `R` is the type that its arithmetic adds."""
+    """Remainders of the units that this peer averages. `R` is the type of a remainder."""
 
     def __init__(self, tip: Digest, rounds: int) -> None:
         """Starts without remainders.
@@ -110,6 +110,6 @@ class Remainders(Generic[R]):
         return [left for _, left in filter(None, dropped)]
 
     def items(self) -> Iterator[tuple[Unit, R]]:
-        """All remainders: those that count, and those whose delta may still become agreed."""
+        """All remainders: those that count, and remainders whose delta may become agreed."""
         yield from ((unit, left) for unit, (_, left) in self._left.items())
         yield from ((unit, left) for (unit, _), left in self._found.items())

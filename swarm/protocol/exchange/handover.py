@@ -101,8 +101,8 @@ def handed_over(
 ) -> dict[int, tuple[PeerId, ...]]:
     """For each expert of `me` in `previous`: its new owners in `manifest`, which need the moments.
 
-    A peer that leaves hands over all its experts, a peer with more than its share the surplus. A
-    co-owner that stays hands over moments of experts that get a further owner.
+    A peer that leaves hands over all its experts, and a peer with more than its share its surplus.
+    A co-owner that stays hands over moments of experts that get a further owner.
     """
     newcomers = {}
     for expert, owners in sorted(manifest.owners.items()):
@@ -129,7 +129,7 @@ class _Out:
 
 
 class Giving:
-    """Moments that one peer offers to new owners of experts that were its own."""
+    """Moments that a peer offers to new owners of experts that it owned before."""
 
     def __init__(self) -> None:
         """Starts without offers."""

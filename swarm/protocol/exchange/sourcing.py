@@ -388,7 +388,7 @@ class _Turn(Generic[Key]):
         return self._all._load(peer).num_bytes, peer
 
     def _next_job(self, peer: str) -> _Job[Key] | None:
-        """The oldest suitable of the first `_SCAN` jobs of this peer, or one that prefers it."""
+        """The oldest suitable of this peer's first `_SCAN` jobs, or a job that prefers the peer."""
         for job in self._oldest(peer):
             if self._first_free(job) == peer:
                 return job

@@ -21,7 +21,7 @@ from swarm.protocol.values.updates import UpdateBound
 
 @dataclass(frozen=True)
 class Regained(OnWire):
-    """The height after which a peer that lost its record, or its newest one, votes again [P5].
+    """The height after which a peer that lost its record, or its newest record, votes again [P5].
 
     Before the loss, the peer cannot have voted above that height in that generation. So it knows
     all its votes above that height.

@@ -100,9 +100,9 @@ def refusal_of(claim: Claim, standing: Standing) -> str | None:
 def who_takes_part(record: Record) -> tuple[frozenset[PeerId], frozenset[PeerId]]:
     """The peers that may take part in a round of which this peer hears, and the trainees of these.
 
-    They are the members of three manifests: the tip, its parent, and the one that this peer voted
-    for. Some peers may still have the parent as their tip, and others may have applied the third.
-    The returned trainees vote in none of the three.
+    These are the members of three manifests: the tip, its parent, and the manifest that this peer
+    voted for. Some peers may still have the parent as their tip, and others may have applied the
+    third. The returned trainees vote in none of the three.
     """
     manifests = _plausible(record)
     members = frozenset(peer for manifest in manifests for peer in manifest.members)

@@ -241,7 +241,7 @@ class RunRecord(Strict):
 
 @dataclass(frozen=True)
 class PeerRecord(Strict):
-    """Presence, progress and ownership of one peer; one record, so that they are consistent."""
+    """Presence, progress and ownership of one peer, in one record so that all are consistent."""
 
     peer_id: Id
     name: Word

@@ -239,8 +239,8 @@ class Convener(Role):
 
         Policy: roster repair.
 
-        If two peers cannot reach each other, a third one that reaches both can reduce, so that
-        neither's work is lost.
+        If two peers cannot reach each other, a third peer that reaches both can reduce, so that the
+        work of neither is lost.
         """
         stuck = self.averaging.late_reducers(campaign.roster)
         if campaign.relieved or not set(campaign.roster.plan.able) - stuck:

@@ -60,8 +60,8 @@ class Reformer(Role):
         """Whether others would believe a reform by this peer [L2].
 
         A reform that nobody believes would leave this peer alone for good. The reform would have a
-        larger code than the tip of a voter that returns, so this peer would not follow that voter
-        [F1]. While this peer waits, a returning voter can adopt the newest tip from it.
+        larger code than the tip of a returning voter, so this peer would not follow this voter
+        [F1]. While this peer waits, a returning voter can adopt the newest tip from this peer.
         """
         return self.me in reform_electors(self.tip.head)
 

@@ -136,8 +136,9 @@ class Takeover(Role):
     def _goes_last(self) -> bool:
         """Whether this peer lets all others go first before it convenes again (takeover).
 
-        A convener that got no answers may hear everybody, while only one member hears it. If it
-        convened again before its successors have finished, that member would always refuse them.
+        A convener that got no answers may hear all members, while only one member hears it. If it
+        convened again before its successors have finished, this member would always refuse the
+        successors.
         """
         return self.succession.was_deaf
 

@@ -357,7 +357,7 @@ class Manifest:
 
     @cached_property
     def deltas(self) -> Mapping[Digest, Unit]:
-        """Deltas by which this manifest moved units; peers that voted for it have these [W6]."""
+        """Deltas by which this manifest moved units. Peers that voted for it have them [W6]."""
         renewed = ((self.entries[unit].delta, unit) for unit in self.sources)
         return {delta: unit for delta, unit in renewed if delta is not None}
 

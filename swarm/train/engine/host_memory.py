@@ -201,7 +201,7 @@ class HostMemory:
 
     @property
     def writes(self) -> bool:
-        """Whether this process is the one that writes values, apart from updates."""
+        """Whether this process writes the values, apart from updates."""
         return self.rank == 0
 
     def take(self, num_bytes: int, *, pinned: bool = False, file: Path | None = None) -> Arena:

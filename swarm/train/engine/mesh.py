@@ -301,7 +301,7 @@ class Mesh:
 
     @property
     def ends(self) -> Sets:
-        """First and last rank of each pipeline as one set, every other rank as a set of its own."""
+        """First and last rank of each pipeline as a set, every other rank as a separate set."""
         if self.pp == 1:
             return tuple((rank,) for rank in range(self.size))
         both = [(ranks[0], ranks[-1]) for ranks in self.pipelines]

@@ -84,7 +84,7 @@ def meeting_at(host: str, port: int, *, listening: int | None = None) -> object:
 
     Args:
         host: address of the machine that listens.
-        port: that it listens on.
+        port: port on which that machine listens.
         listening: descriptor of the listening socket, which the store takes over. None for a
             client.
     """
@@ -108,9 +108,9 @@ class Traffic:
     """Operations of one rank, by their purpose.
 
     Attributes:
-        operations: number of each kind.
-        num_bytes: sent by this rank to others, of each kind.
-        watch: seconds of each kind.
+        operations: number of operations of each kind.
+        num_bytes: bytes that this rank sent to others, by kind.
+        watch: seconds of operations of each kind.
     """
 
     operations: dict[str, int] = field(default_factory=dict)

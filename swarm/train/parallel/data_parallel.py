@@ -256,7 +256,7 @@ class RankEngine(ResidentEngine):
         )
 
     def _idle(self, count: int) -> int:
-        """How often this rank takes part without a micro-batch, for others of its group."""
+        """How often this rank takes part without a micro-batch, for other ranks of its group."""
         first = self._same.rank - self._group.rank
         blocks = [len(self._same.block(count, first + seat)) for seat in range(self._group.size)]
         return max(blocks) - len(self._same.block(count))

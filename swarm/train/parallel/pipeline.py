@@ -451,7 +451,7 @@ class StageEngine(RankEngine):
         return super().answers(name) and self._speaks_for(name)
 
     def _speaks_for(self, name: str) -> bool:
-        """Whether this rank, and no other one of its pipeline, counts a tensor's values."""
+        """Whether this rank, and no other rank of its pipeline, counts a tensor's values."""
         return self.holds(name) and (name != EMBEDDING or self._model.stage.is_first)
 
     def _biases(self) -> Sequence[str]:

@@ -301,7 +301,7 @@ class SharedNorm(RMSNorm):
     """A norm over the heads of all ranks, where each rank has some heads."""
 
     def __init__(self, own: RMSNorm, group: Ranks) -> None:
-        """`own`: the norm over this rank's heads alone, which this one replaces."""
+        """`own`: the norm over only this rank's heads, which this norm replaces."""
         super().__init__(len(own.weight), own.eps, own.weight.device)
         self._group = group
 

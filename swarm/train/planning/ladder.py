@@ -315,7 +315,7 @@ def fits(need: Need, peaks: HostPeaks, machine: Machine) -> bool:
 def plan_engine(
     run: RunConfig, num_owned: int, machine: Machine, wishes: Wishes | None = None
 ) -> EnginePlan:
-    """The fastest engine that fits; if none fits, the one that needs least."""
+    """The fastest engine that fits, or if none fits, the engine that needs least."""
     wishes = wishes or Wishes()
     ladder = [_rung(run, num_owned, each, machine) for each in rungs(run, machine, wishes)]
     several = machine.fabric.size > 1

@@ -69,7 +69,7 @@ def rank_need(
         options: options of the workers.
         loads: the rows of this rank.
         workers: number of ranks.
-        rank: which of them.
+        rank: number of the rank.
     """
     held = resident_memory.Held.of(run, options, workers)
     if options.pp > 1:

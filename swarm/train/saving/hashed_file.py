@@ -66,10 +66,11 @@ class Written:
 
 
 class HashedFile:
-    """Writes tensors into a file: one thread hashes them, another one writes.
+    """Writes tensors into a file: one thread hashes them, another thread writes.
 
-    The tensors must not change until `finish` or `give_up` has returned. After that nothing here
-    refers to them, so that an engine that changes its experts does not keep old values in memory.
+    The tensors must not change until `finish` or `give_up` has returned. After that this object
+    refers to no tensor, so that an engine that changes its experts does not keep old values in
+    memory.
     """
 
     def __init__(self, path: Path, groups: Callable[[], Sequence[Mapping[str, Tensor]]]) -> None:

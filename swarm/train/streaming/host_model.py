@@ -257,7 +257,7 @@ class HostUnit:
         self.pending = done
 
     def finish(self) -> None:
-        """Informs all processes that this one has made its oldest unfinished update."""
+        """Informs all processes that this process has made its oldest unfinished update."""
         self._finished_R[self._memory.rank] += 1
 
     def settle(self) -> None:

@@ -42,7 +42,7 @@ def flagged(names: Collection[str], flags: str) -> list[str]:
 
 
 def held(tensors: Mapping[str, Tensor], forms: Mapping[str, tensor_file.Form]) -> set[str]:
-    """Tensors that a rank holds whole in memory, so that it can write them alone."""
+    """Tensors that a rank holds whole in memory, so that no other rank is needed to write them."""
     if isinstance(tensors, tensor_file.LazyTensors):
         return set()
     return {n for n, each in tensors.items() if forms.get(n) == (each.dtype, tuple(each.shape))}
@@ -292,7 +292,7 @@ class Found(Mapping[str, Tensor]):
 
 
 def _by_expert(frozen: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Found]:
-    """The matrices of one expert after the other, so that few are in flight at once."""
+    """The matrices of experts, expert by expert, so that few matrices are in flight at once."""
     for _, names in itertools.groupby(sorted(frozen, key=_expert), _expert):
         yield Found({name: frozen[name].__getitem__ for name in names})
 

@@ -291,7 +291,7 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 
 
 class Refused(Exception):
-    """The other side refuses this one. The message names the reason."""
+    """The other side refuses this side. The message names the reason."""
 
 
 def key_at(path: Path, *, may_make: bool) -> bytes:

@@ -203,7 +203,7 @@ def _left(does: str, silent: str) -> WorkersFailed:
 
 
 def _raise_memory(rank: int, answer: Message) -> None:
-    """Raises Lost at once, because the other ranks wait for this one."""
+    """Raises Lost at once, because the other ranks wait for this rank."""
     if answer.get("failed") == "memory":
         raise Lost(f"worker {rank}: {answer['text']}", is_memory=True)
 

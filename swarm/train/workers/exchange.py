@@ -99,7 +99,7 @@ class Answer(TensorFile):
     """A file for an answer, shared with other ranks that write to it.
 
     Attributes:
-        mine: names of the tensors that this rank has put there.
+        mine: names of the tensors that this rank has put into the file.
     """
 
     def __init__(self, file: OpenFile) -> None:

@@ -106,7 +106,7 @@ def is_public(host: str) -> bool:
 
 
 class Nodes:
-    """Listens for nodes. Threads of its own admit them.
+    """Listens for nodes. Separate threads admit nodes.
 
     Attributes:
         port: where it listens.

@@ -104,8 +104,8 @@ def size_of(there: int, wanted: Wanted, *, is_late: bool) -> int:
     """The number of workers with which a peer begins; 0 if it must wait or cannot begin.
 
     Args:
-        there: workers that are there, including its own.
-        wanted: the numbers that it wants.
+        there: number of workers that are there, including the peer's own.
+        wanted: numbers of workers that the peer accepts.
         is_late: whether the waiting time is over, so that fewer workers must suffice.
     """
     most = wanted.here + wanted.elsewhere
@@ -152,7 +152,7 @@ class Launch:
             it starts all workers of its machine.
         rank: rank of this process among those that the launcher has started. None without a
             launcher.
-        controller: host that the launcher names. None if it names none.
+        controller: host that the launcher names. None if it names no host.
     """
 
     local: int | None = None
@@ -164,7 +164,7 @@ def launched_by(environment: Mapping[str, str]) -> Launch:
     """Reads the environment that torchrun or Slurm's srun gives to a process.
 
     torchrun starts one process for each GPU. srun starts either one process for each node, which
-    then starts all workers, or several, each of which becomes one worker.
+    then starts all workers, or several processes, each of which becomes one worker.
     """
     controller = environment.get("MASTER_ADDR") or None
     local = _number(environment, "LOCAL_RANK")
