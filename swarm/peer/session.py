@@ -57,7 +57,7 @@ THIS_MACHINE = PeerConfig()
 class Peer:
     """One peer that takes part in one run, from its construction until `close`.
 
-    A thread of its own answers other peers; `train` works in the thread that made the peer. Use a
+    A separate thread answers other peers; `train` works in the thread that made the peer. Use a
     peer in a `with` statement, or call `close`.
 
     Attributes:
@@ -370,7 +370,7 @@ class Peer:
         """Every tensor of the agreed state at `tip`, by Hugging Face name, in its agreed type.
 
         Raises:
-            CorruptState: a newer state has replaced this one, and blobs of this one were removed.
+            CorruptState: a newer state has replaced this state, whose blobs were removed.
         """
         started = self._started
         return dict(named_tensors(started.layout, self.tip, started.store))

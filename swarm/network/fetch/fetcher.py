@@ -433,7 +433,7 @@ class Downloads:
         return verdicts
 
     def _give_up(self, download: Incoming, error: BaseException) -> None:
-        """Gives up a blob that this machine cannot keep; its callers get the error."""
+        """Gives up a blob that this machine cannot keep. The blob's callers get the error."""
         for piece in download.pieces:
             self._sourcing.forget(piece)
         self._remove(download)

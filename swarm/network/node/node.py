@@ -336,7 +336,7 @@ class Node:
                     await self.renew_addresses()
 
     async def renew_addresses(self) -> None:
-        """Looks up this machine's addresses, since many routers assign a new one each day."""
+        """Looks up this machine's addresses, since many routers assign a new address each day."""
         if not self.addresses:  # client mode: it listens nowhere; libp2p cannot tell
             return
         try:

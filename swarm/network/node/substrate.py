@@ -189,9 +189,9 @@ async def visible_addresses(p2p: P2P, *, says: bool = True) -> tuple[str, ...]:
 
 
 def renewed(before: Sequence[str], now: Sequence[str]) -> tuple[str, ...]:
-    """The addresses to announce now: those with the port where this peer listens.
+    """The addresses to announce now: the machine's addresses with the port where this peer listens.
 
-    A machine without such an address, as when its network is down, keeps its old addresses.
+    A machine without an address, for example while its network is down, keeps its old addresses.
     """
     if not before or set(now) == set(before):
         return tuple(before)

@@ -127,7 +127,7 @@ class ChainGaps:
         return random.choice(others) if others else None
 
     async def _ask(self, peer: PeerId, filling: Filling) -> bool:
-        """Asks a member for a page of a gap; returns whether it sent one that fits."""
+        """Asks a member for a page of a gap. Returns whether it sent a page that fits."""
         question = self._prefix + encode_question(filling.question)
         try:
             payload = await self._node.request(peer, question, ASK_DEADLINE_S)

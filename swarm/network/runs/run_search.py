@@ -363,13 +363,13 @@ async def open_run(announced: Announced, downloads: Downloads, *, timeout_s: flo
 
     Args:
         announced: an announcement that its run id binds, unless the run still gathers peers.
-        downloads: fetches from its publishers.
-        timeout_s: for each of manifest 0 and the configuration, which are fetched together.
+        downloads: fetches blobs from the run's publishers.
+        timeout_s: time limit for manifest 0 and for the configuration, which are fetched together.
 
     Raises:
-        NobodyReachable: no publisher sent them in time.
+        NobodyReachable: no publisher sent the blobs in time.
         HostileInput: a blob is no manifest or no configuration.
-        RunMismatch: the id, manifest 0 or the configuration differs from the announced one.
+        RunMismatch: the id, manifest 0 or the configuration differs from the announcement.
     """
     record = announced.record
     if record.state is RunState.GATHERING:

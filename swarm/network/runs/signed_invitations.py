@@ -34,14 +34,14 @@ def invite(
     """A new invitation, signed with a peer's key.
 
     Args:
-        identity: the inviter's.
+        identity: identity of the inviter.
         run: id of the run.
-        uses: how many peers may join with it.
+        uses: number of peers that may join with it.
         last_round: the last round whose manifest may admit a peer with the invitation.
         invites: how many peers each peer that joins with it may invite.
         guest: the only peer that may use it, named by its key; None for any peer that gets it.
-        secret: private key of the invitation in hex digits; None for a new one.
-        weight: how many ordinary members' work is believed of each peer that joins with it.
+        secret: private key of the invitation in hex digits. None for a new key.
+        weight: number of ordinary members whose work is believed of each peer that joins with it.
     """
     if guest:
         secret, key = "", guest

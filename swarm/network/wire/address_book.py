@@ -38,7 +38,7 @@ class Entry:
     """The known facts of one address.
 
     Attributes:
-        address: to try.
+        address: the address.
         answered_at: see `Remembered`.
         is_given: whether a person named it, so that it is never forgotten.
         failures: failed tries since a peer last answered.

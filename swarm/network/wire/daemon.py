@@ -217,11 +217,11 @@ def dialable(
     """The addresses to announce, in the order in which joiners should try them.
 
     Public addresses come first, then the preferred host, then the others in the given order. On a
-    machine with containers, nobody outside can dial some of these.
+    machine with containers, peers elsewhere cannot dial some of these addresses.
 
     Loopback addresses are used only if there are no others. If there are more addresses than a
-    record may have, as with many container networks, the last private ones are left out; `says`
-    logs that.
+    record may have, for example with many container networks, the last private addresses are left
+    out. `says` logs this.
     """
     known = dict.fromkeys(visible)
     outside = [text for text in known if not is_loopback(text)]

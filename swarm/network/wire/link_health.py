@@ -143,7 +143,7 @@ class LinkHealth:
             del self._full[next(iter(self._full))]
 
     def full_by_one(self, receiver: str) -> None:
-        """Lets the next reading of a receiver agree with its earlier one, without others."""
+        """Lets the next reading of a receiver agree with that receiver's earlier reading."""
         if before := self._full.pop(receiver, None):
             self._full[BEFORE] = before
 

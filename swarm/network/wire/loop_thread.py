@@ -101,7 +101,7 @@ def started_pool(name: str, helpers: int) -> Helpers:
 
 
 async def _cancel_others() -> None:
-    """Cancels all other tasks, repeatedly, since hivemind starts new ones while old ones end."""
+    """Cancels all other tasks, repeatedly, since hivemind starts new tasks while old tasks end."""
     for _ in range(10):
         others = asyncio.all_tasks() - {asyncio.current_task()}
         if not others:

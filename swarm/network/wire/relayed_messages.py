@@ -98,8 +98,8 @@ class Stamp:
 
     Attributes:
         sealed_ms: when it was sealed, by the DHT's clock, in milliseconds since 1970.
-        number: one more than that of the previous envelope. The first number after a start is the
-            time in microseconds, so that numbers of a later start are higher.
+        number: number of the previous envelope plus one. The first number after a start is the time
+            in microseconds, so that numbers of a later start are higher.
     """
 
     sealed_ms: int

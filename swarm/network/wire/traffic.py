@@ -37,8 +37,8 @@ class Bucket:
         """Starts full.
 
         Args:
-            bytes_per_s: its rate.
-            burst_s: its size, in seconds of that rate.
+            bytes_per_s: rate of the bucket.
+            burst_s: size of the bucket, in seconds of this rate.
         """
         self._bytes_per_s, self._burst_s = bytes_per_s, burst_s
         self._paid_s = -inf

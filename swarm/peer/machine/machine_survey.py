@@ -165,10 +165,10 @@ def plan_here(
     """The engine for this machine, and for its workers if there are any.
 
     Args:
-        run: what is trained.
+        run: the run.
         owned: experts of this peer.
         compute: the person's decisions.
-        folder: would hold the frozen experts that are mapped from disk.
+        folder: folder for frozen experts that are mapped from disk.
 
     Returns:
         The resources of the engine, or of each worker; and the plan.
@@ -245,7 +245,7 @@ def engine_for(
     already owns if these are more. It steps down if this peer later owns more.
 
     Args:
-        run: what is trained.
+        run: the run.
         compute: the person's decisions.
         folder: the run's; frozen experts may be mapped from files in it.
         remaining_s: seconds until this peer has to leave, even if workers are still missing or

@@ -25,11 +25,12 @@ async def runs_there(host: Host, run_id: str) -> bool:
     """Whether peers at the given addresses are in the run on disk, as far as they answer.
 
     Args:
-        host: with a run on disk.
+        host: host of this peer, which has a run on disk.
         run_id: id of that run.
 
     Raises:
-        NobodyReachable: no peer there names its run, and this peer met none of them in that run.
+        NobodyReachable: no peer there names its run, and this peer has met none of these peers in
+            the run on disk.
     """
     entrances = others_at(host)
     is_new = bool(entrances) and met_in(run_id, host.state).isdisjoint(entrances)
@@ -201,8 +202,8 @@ async def goes_first(host: Host, wanted: Wanted, *, by_runs: bool) -> bool:
 
     Args:
         host: host of this peer, which answers others that it prepares a run.
-        wanted: that run.
-        by_runs: whether peers that are in a run count too, and not only founders.
+        wanted: the request for the run.
+        by_runs: whether peers in a run also count, and not only founders.
     """
     others = others_at(host)
     if wanted.run is None or not others:

@@ -347,10 +347,11 @@ class Starter:
         return self._join_opened(opened, downloads)
 
     def instead(self, run: RunConfig) -> Started | None:
-        """Joins a run of peers at the given addresses, or one that they have precedence to found.
+        """Joins a run of peers at the given addresses, or a run that they have precedence to found.
 
         From now on this peer answers that it prepares the run. None if this peer has to found the
-        run, because no peer there is in a run or has precedence. Raises the errors of `join`.
+        run, because no peer at these addresses is in a run or has precedence. Raises the errors of
+        `join`.
         """
         reception, are_new = self.host.reception, True
         reception.prepare(run.fingerprint())

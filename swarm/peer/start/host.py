@@ -45,7 +45,7 @@ class Gathering:
 
     Attributes:
         run: the run's name until it has an id.
-        invitation: for the peers for which its founder waits.
+        invitation: invitation for the peers for which the founder waits.
     """
 
     run: str
@@ -159,8 +159,8 @@ class Host:
 
     Attributes:
         config: configuration of this machine.
-        state: its directory, locked.
-        node: in the network.
+        state: the peer's state directory, locked.
+        node: the node in the network.
         reception: answers others.
         is_dialable: whether others can open connections to this peer, as far as known.
         stop: the request to leave.
@@ -279,7 +279,7 @@ def _tell_how_to_join(
 
 
 def _can_be_dialled(node: Node) -> bool:
-    """Asks other peers to dial this one; False only if some tried and none succeeded."""
+    """Asks other peers to dial this peer. False only if some tried and none succeeded."""
     fault = node.run(dial_fault(node), DIAL_BACK_S)
     if fault:
         logger.warning("nobody can dial this peer, so it communicates through others: %s", fault)

@@ -332,9 +332,9 @@ class LinkMonitor:
         """Measures nothing yet.
 
         Args:
-            host: this peer's; a cap that a person has set stays.
-            status: the status that it publishes.
-            run_id: id of its run.
+            host: host of this peer. A cap that a person has set is kept.
+            status: the status that the peer publishes.
+            run_id: id of the run.
             clock: clock in seconds.
         """
         self._host, self._node = host, host.node

@@ -88,11 +88,11 @@ def round_line(
     """An applied manifest in one line for people.
 
     Args:
-        manifest: that was applied.
+        manifest: the applied manifest.
         rounds: rounds of the whole run.
         loss: mean of this peer's local steps, nats per token; None if it took none.
         held_out: newest held-out loss that this peer measured, nats per token.
-        seconds: since the manifest before.
+        seconds: time since the previous manifest.
         sent_bytes: bytes of blobs that this peer has sent in that time.
     """
     if manifest.kind is Kind.MERGE:
@@ -194,7 +194,7 @@ class RoundAccount:
 
         Args:
             report: report of its manifest.
-            seconds: since the manifest before.
+            seconds: time since the previous manifest.
             phases: seconds of each.
             moved: bytes in it.
         """

@@ -80,15 +80,15 @@ def given_tokenizer(
     """The tokenizer that a run gives its joiners.
 
     Args:
-        run: its configuration.
-        file: its entry in manifest 0; None for bytes.
+        run: configuration of the run.
+        file: the tokenizer's entry in manifest 0. None for bytes.
         content: content of the file.
         asked: the tokenizer that a person named here, if any.
 
     Raises:
         BadBlob: the file is no tokenizer, or has more ids than the model.
-        TokenizerError: it cannot run here.
-        RunMismatch: it is not the one that was named.
+        TokenizerError: the tokenizer cannot run here.
+        RunMismatch: it is not the tokenizer that the person named.
     """
     tokenizer: Tokenizer = BYTE
     if file is not None and content is not None:
@@ -202,7 +202,7 @@ class RunText:
         """Opens this machine's text, which must be the run's text.
 
         Args:
-            run: its configuration.
+            run: configuration of the run.
             tokenizer: the run's.
             needed: the run's text; None if every peer has its own.
             remembered: the text's folder at an earlier start; a folder that the person named has

@@ -299,7 +299,7 @@ def _is_spare(links: Sequence[Link], last: int, at: int) -> bool:
 
 
 def _joined(links: Sequence[Link], last: int, at: int) -> Link:
-    """A link whose predecessors were left out, with its parent's head if that is among them."""
+    """A link whose predecessors were left out, with its parent's head if that was left out too."""
     link, before = links[at], links[at - 1]
     if at == last + 1:
         return link
@@ -350,13 +350,14 @@ def place_of_parent(head: Head) -> Code:
 
 @dataclass(frozen=True)
 class Chain:
-    """The tip's head and those earlier heads that proofs need, oldest first.
+    """The tip's head and the earlier heads that proofs need, oldest first.
 
     Attributes:
-        links: the first one, with which the peer began, has no certificate. Heads between two links
-            are left out if the later link follows from them (`pruned`). The codes of links are
-            ascending, so that links are found by their codes.
-        torn: digests of the links after a lost one, see `swarm.protocol.chain.gaps`.
+        links: the links of the chain. The first link, with which the peer began, has no
+            certificate. Heads between two links are left out if the later link follows from them
+            (`pruned`). The codes of links are ascending, so that links are found by their codes.
+        torn: digests of links that follow directly after a lost link; see
+            `swarm.protocol.chain.gaps`.
     """
 
     links: tuple[Link, ...]
@@ -474,10 +475,11 @@ class Chain:
 
         The path begins with the last head here that is before the other tip, and follows from each
         head in between (`rooted`). So a peer that adopts the path can prove the tip to the same
-        peers as this one.
+        peers as this peer.
 
         Args:
-            since: code of the other peer's tip, or digest of a head that it trusts; None: oldest.
+            since: code of the other peer's tip, or digest of a head that it trusts. None: the
+                oldest head.
 
         Empty if this peer has no head with which the other peer could begin.
         """

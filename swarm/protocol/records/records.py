@@ -513,7 +513,7 @@ class Losses:
     bits_per_byte_of_nat: float | None = None
 
     def until(self, manifest: Manifest) -> tuple[tuple[int, float], ...]:
-        """(round, loss) up to this state, ascending; for its own round only its own loss."""
+        """(round, loss) up to this state, ascending. For its own round, only its own loss."""
         found = {number: loss for number, loss in self.by_round.items() if number < manifest.round}
         if manifest.digest in self.by_manifest:
             found[manifest.round] = self.by_manifest[manifest.digest]

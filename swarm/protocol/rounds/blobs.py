@@ -149,7 +149,7 @@ class Blobs(Role):
             self._do_without(pursuit, event.digest)
 
     def _do_without(self, pursuit: Pursuit, value: Digest) -> None:
-        """Gives up the delta to this value: it, and values made from it, are fetched whole."""
+        """Gives up the delta to a value: the value, and values made from it, are fetched whole."""
         if pursuit.moves.pop(value, None) is not None:
             pursuit.is_fetching = False
             self.out.emit(events.CancelFetch(pursuit.purpose))

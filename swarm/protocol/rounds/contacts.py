@@ -132,7 +132,7 @@ class Contacts(Role):
                 self.out.post(peer, Hello(ask=True))
 
     def remember(self, peers: Iterable[PeerId]) -> None:
-        """Notes peers to greet now and then, members or not, so that separate chains meet."""
+        """Notes peers to greet occasionally, members or not, so that separate chains meet."""
         for peer in sorted(peers):
             self.known.pop(peer, None)
             self.known[peer] = None

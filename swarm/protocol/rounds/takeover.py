@@ -145,8 +145,8 @@ class Takeover(Role):
     def _last_place(self) -> int:
         """A place behind all others; peers that go last are ordered by their ranks.
 
-        Two conveners without answers may each have refused the other while convening itself
-        (convener turns). With equal waits they would always begin at the same moment.
+        Two conveners without answers may each have refused the other while convening (convener
+        turns). With equal waits, the two would always begin at the same moment.
         """
         return len(self.tip.order) + self.standing.rank
 

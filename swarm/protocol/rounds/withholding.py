@@ -25,11 +25,11 @@ def left_out_after(
     Policy: withholding exclusion.
 
     A peer that the tip counts has served others, so its entry is removed. Entries of peers that are
-    no members are removed too. Fewer than half of the members are left out: those that withheld
-    most recently.
+    no members are removed too. At most the members that withheld most recently are left out, fewer
+    than half of all.
 
     Args:
-        known: the result of this function for the tip's parent.
+        known: result of this function for the tip's parent.
         withheld: peers that served nothing in the round of the tip, though they were heard.
         tip: the manifest that was decided.
     """

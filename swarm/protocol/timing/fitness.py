@@ -91,8 +91,7 @@ SEEN_SHARE = 0.75
 def cap_for(up_mbit: float, sent_mbit: float | None = None) -> float:
     """The cap that suits a slow uplink, in Mbit/s.
 
-    A home router queues a quarter of a second of packets, and drops those that TCP sends beyond
-    that.
+    A home router queues a quarter of a second of packets, and drops further packets.
 
     Args:
         up_mbit: rate of the uplink, as others have shown.

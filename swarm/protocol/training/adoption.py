@@ -167,7 +167,7 @@ def adopt(
 
 
 def still_late(late: frozenset[int], adoption: Adoption, *, is_counted: bool) -> frozenset[int]:
-    """Own experts whose progress is in no manifest yet, and so is offered late.
+    """Own experts whose progress is in no manifest yet, and is therefore offered late.
 
     Args:
         late: experts that were late before, and all that were trained since.

@@ -205,7 +205,7 @@ class TrainingShell(Protocol):
         return ()
 
     async def wait(self, tip: Manifest, state: PeerState) -> Sequence[Applied]:
-        """Waits for tips after this one; returns them, oldest first. `state` is shown to people."""
+        """Waits for tips after `tip`. Returns them, oldest first. `state` is shown to people."""
 
     # ------------------------------------------------ a newer tip
 

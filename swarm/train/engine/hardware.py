@@ -14,8 +14,8 @@ class Processor:
     """The processor that computes on a machine.
 
     Attributes:
-        text: the GPU with its memory, or a note that there is none. "" if not examined.
-        remedy: how to make an unused GPU of this machine usable; "" if there is none.
+        text: the GPU with its memory, or a note that there is no GPU. "" if not examined.
+        remedy: how to make an unused GPU of this machine usable. "" if there is no unused GPU.
     """
 
     text: str = ""

@@ -192,11 +192,11 @@ def cut_of(run: RunConfig, num_owned: int, stages: int, chunks: int = 1) -> Cut:
 def cut_evenly(costs: Sequence[float], stages: int) -> tuple[range, ...]:
     """Cuts a row of costs into consecutive parts so that the largest sum is as small as possible.
 
-    Of several such cuts, the one with the least sum of squares is taken, so that the other parts
+    Of several such cuts, the cut with the least sum of squares is taken, so that the other parts
     are even too.
 
     Args:
-        costs: of each item, above 0.
+        costs: cost of each item, above 0.
         stages: number of parts, at most the number of items. Each part has at least one item.
     """
     assert 0 < stages <= len(costs), (stages, len(costs))

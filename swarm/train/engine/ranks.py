@@ -154,8 +154,8 @@ class Ranks:
         """The consecutive micro-batches that a rank computes, perhaps none.
 
         Args:
-            count: micro-batches.
-            rank: None for this one.
+            count: number of micro-batches.
+            rank: number of the rank. None for this rank.
         """
         rank = self.rank if rank is None else rank
         return range(count * rank // self.size, count * (rank + 1) // self.size)
@@ -254,7 +254,7 @@ class Ranks:
 
         Args:
             mine: the rows of this rank.
-            count: micro-batches.
+            count: number of micro-batches.
             width: of a row.
             own: the micro-batches of these rows; None for this rank's block.
 

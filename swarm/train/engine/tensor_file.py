@@ -105,7 +105,7 @@ class TensorFile(LazyTensors):
             raise MemoryError(f"no memory for tensors: {error.strerror}") from error
 
     def behind(self) -> TensorFile:
-        """An empty `TensorFile` in the same file, which writes after the tensors of this one."""
+        """An empty `TensorFile` in the same file, which writes after the tensors of this object."""
         more = TensorFile(self.file, {})
         more._end = self._end
         return more

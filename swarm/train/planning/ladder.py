@@ -91,11 +91,11 @@ def best_of_each_cut(ladder: Sequence[Rung], chosen: Rung) -> list[Rung]:
     """One rung for each other way to cut a model; rungs that fit come first, by speed.
 
     Args:
-        ladder: in the order of `by_speed`.
+        ladder: the rungs in the order of `by_speed`.
         chosen: a rung of the ladder.
 
     Returns:
-        For each way, the first engine that fits, or the one that needs least memory.
+        For each way, the first engine that fits, or the engine that needs least memory.
     """
     ways: dict[tuple[tuple[int, int, int], bool], list[Rung]] = {}
     for rung in ladder:

@@ -118,8 +118,8 @@ class HashedFile:
     def give_up(self) -> None:
         """Stops writing, and waits until it has stopped. Harmless after `finish`.
 
-        A thread that hangs in a disk call is logged and abandoned. It may write once more into its
-        open file, so the caller removes this file instead of reusing it.
+        A thread that hangs in a disk call is logged and abandoned. Such a thread may still write
+        into its open file, so the caller removes this file instead of reusing it.
         """
         self._given_up = True
         self._room.release()  # for the hashing thread

@@ -196,8 +196,9 @@ class Pass:
         """Recomputes a layer and runs its backward.
 
         Args:
-            layer: which.
-            dx: gradients at its output, by micro-batch; replaced by those at its input.
+            layer: number of the layer.
+            dx: gradients at the layer's output, by micro-batch. Replaced by the gradients at its
+                input.
             positions: of all micro-batches.
 
         Returns:

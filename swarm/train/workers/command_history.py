@@ -79,7 +79,7 @@ class PartSaving:
     """One rank's part while it is written.
 
     Attributes:
-        stem: of the saving that it belongs to.
+        stem: stem of the saving that the part belongs to.
     """
 
     def __init__(self, stem: str, path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -303,7 +303,7 @@ def _expert(name: str) -> int:
 
 
 def load_commands(state: EngineState) -> list[Command]:
-    """Commands that load a private state. The last one makes the workers read all its files."""
+    """Commands that load a private state. The last command makes the workers read all its files."""
     tensors = state.tensors
     *parts, last = tensors.files if isinstance(tensors, tensor_file.JoinedFiles) else (tensors,)
     size = sum(map(num_bytes_of, tensor_file.forms_of(tensors).values()))

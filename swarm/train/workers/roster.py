@@ -25,7 +25,7 @@ class Node:
 
     Attributes:
         workers: processes that the node would start.
-        gpus: GPUs that PyTorch finds there.
+        gpus: GPUs that PyTorch finds on the node.
         rank: the rank that a launcher gave the node's process; None without a launcher.
         versions: of swarm and torch.
     """

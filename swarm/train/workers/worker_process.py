@@ -393,7 +393,7 @@ class Worker:
             self._put(out, of, name, self._engine.whole(of, self._state.tensors[name]))
 
     def _put(self, out: TensorFile, of: str, name: str, tensor: Tensor) -> None:
-        """Writes a tensor's values into the answer, if this rank is the one that answers."""
+        """Writes a tensor's values into the answer, if this rank answers."""
         if self._engine.answers(of):
             out.put(name, tensor)
 

@@ -155,7 +155,7 @@ def proposal_problem(
 def _placement_problem(
     manifest: Manifest, parent: Manifest, rules: Rules, *, due: bool
 ) -> str | None:
-    """Why place or kind exclude that this is the next manifest of its parent's generation."""
+    """Why place or kind of a manifest cannot follow its parent in the same generation."""
     if manifest.parent != parent.digest:
         return f"its parent is {str(manifest.parent)[:12]}, not {parent.digest[:12]}"
     if manifest.run != rules.run or manifest.founding != parent.founding:

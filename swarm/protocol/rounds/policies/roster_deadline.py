@@ -282,7 +282,7 @@ def _overdue_s(absent: Absent) -> float:
 
 
 def _why_overdue(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
-    """How a member exceeded its estimate; without one, it should be as fast as a quorum."""
+    """How a member exceeded its estimate. Without an estimate, it should be as fast as a quorum."""
     assert roster.waited_s is not None
     waited_s = roster.waited_s
     word = absent.word or Word(max(0.0, absent.worked_s - waited_s), waited_s)

@@ -307,7 +307,7 @@ class Loads:
 def is_thinner(uplink_mbit: int, usual_mbit: int | None) -> bool:
     """Whether a link is so much slower than the usual link that its peer may be left out.
 
-    For a peer without an offer, this quick check is made before the slow ones.
+    For a peer without an offer, this quick check is made before the slow checks.
     """
     return usual_mbit is not None and 0 < UNEQUAL * uplink_mbit < usual_mbit
 
