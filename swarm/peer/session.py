@@ -231,12 +231,12 @@ class Peer:
         Args:
             folder: the state directory.
             config: configuration of this machine.
-            run_id: which run; None for the one that the peer was in last.
+            run_id: id of the run. None for the run that the peer was in last.
             observer: notified of events.
 
         Raises:
             StateError: there is no such run in the directory.
-            CorruptState: the state there is damaged, and nobody else has a copy.
+            CorruptState: the state there is damaged, and no other peer has a copy.
         """
 
         def resuming(starter: Starter) -> Started:

@@ -410,7 +410,7 @@ class BlobStore:
         Needs one fdatasync and one small file for each pack with new blobs, and closes these packs.
 
         Raises:
-            MissingBlobs: some of them are not here.
+            MissingBlobs: some of these blobs are not here.
             StateError: the disk failed.
         """
         wanted = set(digests)

@@ -42,8 +42,8 @@ class Want:
     """A wanted blob.
 
     Attributes:
-        digest: its name.
-        num_bytes: its size.
+        digest: digest of the blob.
+        num_bytes: size of the blob.
         sources: peers that may have it, in order of preference.
         at_most: whether `num_bytes` is only the largest acceptable size, which is 4 MiB at most.
     """

@@ -57,14 +57,14 @@ class Incoming:
 
     Attributes:
         digest: digest of its content.
-        num_bytes: its size, or the largest acceptable one.
+        num_bytes: size of the blob, or its largest acceptable size.
         exact: whether `num_bytes` is the size.
         partial: the pieces of a blob of several pieces.
-        sources: peers that may have it, in order of preference.
-        callers: calls that wait for it.
+        sources: peers that may have the blob, in order of preference.
+        callers: calls that wait for the blob.
         last_check: the check of the caller that left last, used for requested pieces without a
             waiting caller.
-        pieces: still missing.
+        pieces: pieces that are still missing.
     """
 
     digest: str

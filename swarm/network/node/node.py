@@ -65,14 +65,14 @@ class Node:
     """A running node; see `start`. Its coroutines run in its loop; other threads use `run`.
 
     Attributes:
-        peer_id: base58, derived from the identity file.
+        peer_id: id in base58, derived from the identity file.
         identity: signs certificates and records.
         entrances: peer ids at the addresses that a person gave.
-        addresses: to announce; loopback addresses only if there are no others. Empty for a node
-            that does not listen.
+        addresses: addresses to announce; loopback addresses only if there are no others. Empty for
+            a node that does not listen.
         traffic: counters.
         ledger: limits the cost of other peers.
-        lines: which messages to others succeed.
+        lines: records which messages to others succeed.
         failure: why the daemon is dead; None while it lives.
     """
 
@@ -264,7 +264,7 @@ class Node:
         return self._ways.distrust(peer_id, for_good=for_good)
 
     def unanswered(self, peer_id: str) -> None:
-        """Notes that a peer answered nothing on an open stream, so that the link may be cut."""
+        """Notes that a peer did not answer on an open stream, because the link may be cut."""
         self._ways.unanswered(peer_id)
 
     def is_far(self, peer_id: str) -> bool:

@@ -100,7 +100,7 @@ class MomentsClient:
     async def ask(
         self, peer: PeerId, settled: Collection[Digest] = ()
     ) -> tuple[handover.Moments, ...] | None:
-        """The moments that a peer hands over to this one; None without a valid answer in time.
+        """The moments that a peer hands over to this peer. None without a valid answer in time.
 
         Args:
             peer: an earlier owner.

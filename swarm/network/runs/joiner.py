@@ -97,7 +97,7 @@ async def fetch_newest_state(
         shown: has the first tip to fetch.
         trust: where the proof of a newer tip must start.
         peers: peers that may have the state.
-        on_blob: called with bytes here and bytes in all.
+        on_blob: called with the bytes that are here and all bytes.
         clock: monotonic seconds.
         sleep: waits between attempts.
 
@@ -192,15 +192,15 @@ async def fetch_state(
     The arrived blobs are synced after each `PACK_BYTES`, so that a killed process resumes there.
 
     Args:
-        downloads: fetches.
+        downloads: fetches blobs.
         store: gets the blobs.
         layout: sizes that the values must have.
         manifest: the state to take over.
-        sources: members that may have it.
-        on_blob: called with bytes here and bytes in all.
+        sources: members that may have the state.
+        on_blob: called with the bytes that are here and all bytes.
 
     Raises:
-        BadManifest: its blobs do not fit this layout.
+        BadManifest: the manifest's blobs do not fit this layout.
         StateError: the disk failed.
     """
     check_state(manifest, layout)

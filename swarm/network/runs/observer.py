@@ -106,7 +106,7 @@ class Observer:
         self._node.stop(timeout_s)
 
     def find(self, wanted: str | None, deadline_s: float) -> Announced:
-        """The run with this id, or the only one.
+        """The run with this id, or the only run.
 
         Raises:
             NobodyReachable: no such run is announced, perhaps since its founder still prepares it;

@@ -394,9 +394,9 @@ async def fetch_config(
     """The run's configuration, checked against the announced fingerprint.
 
     Raises:
-        NobodyReachable: no publisher sent it in time.
-        BadBlob: it is no configuration.
-        RunMismatch: it differs from the announced one.
+        NobodyReachable: no publisher sent the configuration in time.
+        BadBlob: the blob is no configuration.
+        RunMismatch: the configuration differs from the announced one.
     """
     record = announced.record
     wanted = Want(record.config, record.config_bytes, announced.publishers)

@@ -75,7 +75,7 @@ class Address:
         """Reads `/ip4/A.B.C.D/tcp/PORT/p2p/ID`.
 
         Raises:
-            ConfigError: it is not of this form.
+            ConfigError: the text is not of this form.
         """
         try:
             parts = dict(Multiaddr(text).items())

@@ -148,7 +148,7 @@ class LinkHealth:
             self._full[BEFORE] = before
 
     def forget_full(self) -> None:
-        """Drops all readings once two have agreed, so that next time two new ones have to agree."""
+        """Drops all readings once two have agreed, so that later two new readings have to agree."""
         self._full.clear()
 
     @property

@@ -55,7 +55,7 @@ class StreamPool:
         return len(self._streams)
 
     def keep(self, peer_id: str, protocol: str, connection: socket.socket) -> None:
-        """Keeps a stream on which no answer is due; ends it if nobody takes it in time."""
+        """Keeps a stream on which no answer is due. Ends the stream if it is not taken in time."""
         connection.setblocking(False)  # a thread may have read from it
         kept, same = _Kept(peer_id, protocol, connection), self._of(peer_id, protocol)
         if len(same) == MOST_OF_A_PEER:
@@ -226,7 +226,7 @@ class TcpDialer:
         return True
 
     def doubt(self, peer_id: str) -> None:
-        """Notes that a route may be cut: it is unused until the peer names its port again."""
+        """Notes that a route may be cut. It is unused until the peer names its port again."""
         self.kept.drop(peer_id)
         if way := self._ways.get(peer_id):
             way.is_known = False

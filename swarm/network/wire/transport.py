@@ -47,7 +47,7 @@ class Route:
     Attributes:
         straight: whether the first try is without a relay.
         relays: peers to ask after that, one by one.
-        reason: for this choice.
+        reason: reason for this choice.
     """
 
     straight: bool

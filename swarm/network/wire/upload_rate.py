@@ -31,14 +31,14 @@ class TcpInfo(NamedTuple):
     Attributes:
         packet_bytes: bytes of a full packet.
         rtt_us: the smoothed round trip, in microseconds.
-        acked: bytes before the first one that the other side has not acknowledged.
+        acked: bytes before the first byte that the other side has not acknowledged.
         received: bytes that arrived in order.
         unsent: bytes that wait in this machine.
         least_rtt_us: the shortest recent round trip.
         busy_us: time with bytes in flight, or waiting to be sent.
         by_receiver_us: the part of `busy_us` in which the other side had no room.
         by_buffer_us: the part of `busy_us` in which this machine's buffer had no room.
-        delivered: packets that the other side has, including packets after a missing one.
+        delivered: packets that the other side has, including packets after a missing packet.
     """
 
     packet_bytes: int

@@ -161,8 +161,8 @@ def held_bytes(folder: Path, run: RunConfig) -> int:
 
     Args:
         folder: the state directory; a peer may be running with it.
-        run: its configuration, as in the run file. If it was founded twice, only one of the runs
-            counts.
+        run: configuration of the run, as in the run file. If it was founded twice, only one of the
+            runs counts.
     """
     configs = [path for path in folder.glob("runs/*/config.json") if path.is_file()]
     of_run = [path.parent for path in configs if _content(path) == run.canonical_json()]

@@ -247,7 +247,7 @@ def engine_for(
     Args:
         run: the run.
         compute: the person's decisions.
-        folder: the run's; frozen experts may be mapped from files in it.
+        folder: folder of the run. Frozen experts may be mapped from files in it.
         remaining_s: seconds until this peer has to leave, even if workers are still missing or
             starting.
         owned: experts of this peer in the newest manifest that it knows.

@@ -446,7 +446,7 @@ def with_kept(config: PeerConfig, path: Path) -> PeerConfig:
 
 
 def keep(config: PeerConfig, path: Path) -> None:
-    """Keeps this start's settings for later ones, once the network has started with them.
+    """Keeps this start's settings for later starts, once the network has started with them.
 
     Args:
         config: configuration of this start, without kept settings.
@@ -496,7 +496,7 @@ def credential_to(
 
 
 def kept_credential(given: Credential | None, directory: RunDirectory) -> Credential | None:
-    """This peer's credential: the given one, which is then saved, or else the saved one [R8].
+    """The given credential of this peer, which is then saved, or else the saved credential [R8].
 
     The invitation's private key is no longer needed, and is not stored.
     """

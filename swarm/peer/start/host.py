@@ -113,7 +113,7 @@ class Reception:
         )
 
     def open(self, node: Node) -> None:
-        """Call once the network is up: from now on others may probe this peer and its link."""
+        """Lets others probe this peer and its link from now on. Call it once the network is up."""
         self._node = node
 
     def prepare(self, fingerprint: str | None) -> None:

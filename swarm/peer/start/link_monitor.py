@@ -119,7 +119,7 @@ async def _rate(node: Node, peer: PeerId, *, is_down: bool) -> float | None:
 def verdict_for(
     run: RunConfig, tip: Manifest, present: Mapping[PeerId, PeerRecord], rates: Rates
 ) -> fitness.LinkVerdict:
-    """Judges these rates for one more peer in this run, and adds the share of time computing."""
+    """Judges these rates for a further peer in this run, and adds the share of time computing."""
     phase = run.phase_at(tip.tokens)
     num_bytes = cost_of(run, len(tip.members) + 1).bytes_sent_per_peer_per_round
     round_s = run.round.seconds or fitness.training_s(

@@ -138,8 +138,8 @@ class OwnCauses:
         """Finds this peer's faults, as a monitor would with these records.
 
         Args:
-            present: records of some peers of the run; those of members are remembered.
-            own: this peer's.
+            present: records of some peers of the run. Records of members are remembered.
+            own: this peer's record.
             tip: the newest manifest here; without one nothing is logged.
         """
         if tip is None:

@@ -180,7 +180,7 @@ class RunText:
         """The text that a founder gives its run.
 
         Raises:
-            DataError: it is missing, unusable or too small.
+            DataError: the text is missing, unusable or too small.
         """
         corpus = corpus_of(run, self.folder, follow_links=self._follow_links)
         shards = self._open(corpus, tokenizer)

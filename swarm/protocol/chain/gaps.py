@@ -32,7 +32,7 @@ MAX_PAGE_BYTES = 900_000
 
 @dataclass(frozen=True)
 class Question(OnWire):
-    """Asks for the links that a peer lacks: those after one code and up to another code."""
+    """Asks for the links that a peer lacks: after one code and up to another code."""
 
     since: CodeText
     until: CodeText

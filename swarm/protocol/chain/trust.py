@@ -115,7 +115,7 @@ def reform_electors(before: Head) -> frozenset[PeerId]:
 
 
 def is_vouched_for(before: Head, signers: Collection[PeerId]) -> bool:
-    """Whether these signatures of a reform convince a peer that has heard nobody [L2].
+    """Whether these signatures of a reform convince a peer that has heard no member [L2].
 
     The founder's signature is enough, since its key made the run. Signatures of more than half of
     the parent's anchors are enough too, so that a run outlives its founder. Signatures of strangers
@@ -153,7 +153,7 @@ def proof_problem(
 
 @dataclass(frozen=True)
 class Foothold:
-    """What a peer needs to judge a stranger's claim that a manifest was decided.
+    """The facts by which a peer judges a stranger's claim that a manifest was decided.
 
     Attributes:
         chain: the heads that this peer believes.
@@ -427,8 +427,8 @@ class Chain:
         """A proof that begins before the trusted heads, rewritten to begin with a trusted head.
 
         Other peers do not have every head (chain pruning). So their proof begins with the last head
-        that they have before a trusted one. It continues with a link that follows from all heads in
-        between, so that link is judged from the trusted head.
+        that they have before a trusted head. The proof continues with a link that follows from all
+        heads in between, so this link is judged from the trusted head.
         """
         if not path or path[0].head.digest in self.trusted:
             return path

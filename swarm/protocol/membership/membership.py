@@ -65,7 +65,7 @@ def with_voters(members: Members, contributors: Collection[PeerId], seed: str) -
     An unvouched voter becomes a trainee again when too few vouched members are left.
 
     Args:
-        members: members of the next manifest. Their counted rounds include this one, and their
+        members: members of the next manifest. Their counted rounds include this round, and their
             votes are still those of the parent.
         contributors: peers whose work this round counted.
         seed: decides the order in which trainees that have earned a vote get it.

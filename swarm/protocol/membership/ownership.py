@@ -51,16 +51,17 @@ def assign(
     contributor within its own limit can take an expert. No member gets an expert that does not fit
     its machine. An expert that fits no machine has no owner until a member has room for it. Each
     expert gets a first owner before any gets a second. A member that owns more experts than it has
-    room for keeps those that no contributor can take.
+    room for keeps the experts that no contributor can take.
 
     Args:
         previous: owners so far; experts may be missing.
         members: capacity of each member of the new manifest.
-        contributors: peers that finished the round; other members get only experts that fit no
+        contributors: peers that finished the round. Other members get only experts that fit no
             contributor.
         stale: experts that were not renewed for too many rounds. An owner that did not contribute
             loses a stale expert.
-        rooms: how many experts fit the machine of each member; without an entry, all of them.
+        rooms: number of experts that fit the machine of each member. Without an entry, all experts
+            fit.
         silent: members that lose all their experts, though they keep their votes for a while.
         on_trial: members that joined lately.
         owners_per_expert: R; an expert has min(R, members) owners, or fewer if too few members have

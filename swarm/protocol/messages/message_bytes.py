@@ -439,10 +439,11 @@ def decode(
 ) -> tuple[messages.Header, messages.Message]:
     """A message from bytes that are not trusted.
 
-    `attachments`: those that the message's `BareMessage` names, and those named within these.
+    `attachments`: the blobs that the message's `BareMessage` names, and blobs that these name.
 
     Raises:
-        BadMessage: not of the schema, or an attachment is missing, wrong or not of its schema.
+        BadMessage: the message is not of the schema, or an attachment is missing, wrong or not of
+            its schema.
         BadManifest: an attached manifest is invalid.
     """
     frame = _frame(payload, _Beside(attachments))

@@ -90,7 +90,7 @@ class OfferedUnit(schemas.OnWire):
 
 @dataclass(frozen=True)
 class Offer(schemas.OnWire):
-    """The values that one peer puts into a round: a blob, named by its digest in messages."""
+    """The values that a peer puts into a round: a blob, which messages name by its digest."""
 
     tip: schemas.DigestText
     """Manifest that the local steps started from."""

@@ -532,14 +532,15 @@ class Losses:
 def told_losses(validations: Mapping[PeerId, ValidationRecord], tip: Manifest | None) -> Losses:
     """Held-out losses by the records of the tip's members, since anybody may publish a record.
 
-    The tip's loss is its first convener's figure: nobody else measures it. The loss of an earlier
-    round is the median of the voters' figures. If voters contradict each other, only the least
-    contradicted ones count. One peer measures each round, and others repeat its figure. So a liar
-    that rewrites the curve contradicts all others.
+    The tip's loss is its first convener's figure, because no other peer measures it. The loss of an
+    earlier round is the median of the voters' figures. If voters contradict each other, only the
+    least contradicted voters count. One peer measures each round, and others repeat its figure. So
+    a liar that rewrites the curve contradicts all others.
 
     Args:
         validations: the newest record of each peer.
-        tip: None while nobody has shown a manifest; then all peers and all rounds count.
+        tip: the newest manifest. None while no peer has shown a manifest: then all peers and all
+            rounds count.
     """
     heard = {p: r for p, r in sorted(validations.items()) if tip is None or p in tip.members}
     said: dict[int, dict[PeerId, float]] = {}

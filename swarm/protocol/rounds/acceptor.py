@@ -87,7 +87,7 @@ class Acceptor(Role):
         Policy: convener turns.
 
         Without this rule, a convener that collects votes and never announces a decision could
-        return before its successors each time, and block the height for ever.
+        always return before its successors, and block the height for ever.
         """
         had = self._what_it_had(source)
         if source == self.me or had is None or ballot.attempt <= had[0]:
@@ -246,7 +246,7 @@ class Acceptor(Role):
         )
 
     def _add_holders(self, proposal: Proposal, holders: tuple[PeerId, ...]) -> None:
-        """Adds peers that now have all blobs; without a new one the fetch continues as it is."""
+        """Adds peers that now have all blobs. Without a new peer the fetch does not change."""
         new = [peer for peer in holders if peer not in proposal.sources]
         idle_s = self.now - proposal.progress_at
         if new and (proposal.failed or idle_s > self.timers.heartbeat_s):

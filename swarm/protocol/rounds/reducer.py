@@ -198,8 +198,8 @@ class Reducer(Role):
 
         Policy: withholding exclusion.
 
-        So both the convener and this peer have missed their values. The heartbeat of a new roster
-        lists no peer, so all count as dropped.
+        Both the convener and this peer have missed the values of such peers. The heartbeat of a new
+        roster lists no peer, so all count as dropped.
         """
         job = self.job
         if job and self.now - job.since >= self.timers.reduce_s / 2:

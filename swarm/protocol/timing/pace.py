@@ -85,7 +85,7 @@ class Pace:
         unit_bytes: size of every unit.
         cap_bytes_per_s: cap on what this peer receives, as a person has set it.
         cap_of_others_bytes_per_s: assumed cap on the sending rate of others, until bytes were
-            received: this peer's own cap, since peers do not know each other's.
+            received: this peer's own cap, because peers do not know each other's caps.
     """
 
     unit_bytes: Mapping[Unit, int]

@@ -128,17 +128,17 @@ def adopt(
         manifest: the manifest that is being applied.
         previous: digest of the tip from which the local steps since the last adoption started.
         bases: base digest of each expert with local progress.
-        offers: this peer's offers since then: of late progress, and of the finished round. Steps
-            after the last offer are in the master only.
+        offers: this peer's offers since that adoption: of late progress, and of the finished round.
+            Steps after the last offer are only in the master.
         carried: units whose steps the previous round left out.
         part_bases: for each part of the shared tensors, the agreed value from which its progress
             started; empty if every round renews all parts.
         overlaps: whether this peer has taken steps since its offer. Then all parts of the shared
-            tensors keep their progress: parts that are sent whole move like those with deltas
+            tensors keep their progress: parts that are sent whole move like parts with deltas
             (overlapped adoption).
 
     Returns:
-        An action for the shared tensors, and one with its reason for each expert.
+        An action for the shared tensors, and for each expert an action with its reason.
     """
     shared = _decide_shared(me, manifest, previous)
     known: Mapping[Unit, Digest] = {}

@@ -77,7 +77,7 @@ def _each(work: Work, trusted: Trusted) -> dict[PeerId, int]:
 
 
 def _level(weighed: Sequence[int], is_free: Sequence[bool]) -> list[int]:
-    """The weights of three or more sources, cut to a third of the sum, except free ones.
+    """The weights of three or more sources, cut to a third of the sum, except free weights.
 
     If one weight is cut, it becomes half of the sum of all others. If two weights are cut, each
     becomes the sum of all others.

@@ -26,7 +26,7 @@ class Bus:
 
     Attributes:
         name: name of the kind of link.
-        gpu_gb_s: each way, of one GPU.
+        gpu_gb_s: rate of one GPU, each way.
         mixed_gb_s: rate of all GPUs of a machine together, when each GPU sends to all others.
     """
 

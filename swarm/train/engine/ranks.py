@@ -139,7 +139,7 @@ class Ranks:
         rank: rank of this process.
         size: number of ranks, at least one.
         device: device of the tensors in operations between ranks.
-        handle: of these ranks in torch.distributed; None for all.
+        handle: group of these ranks in torch.distributed. None for all ranks.
         traffic: one record for all sets of ranks that contain this process.
     """
 

@@ -246,7 +246,7 @@ def dealt_square_sums(
     Squares are added up in the order of the experts, so the sum does not depend on their ranks.
 
     Args:
-        model: with the experts of this rank.
+        model: model with the experts of this rank.
         gradients: of its parameters, by name.
         group: the ranks that share the experts; all of them call it.
 

@@ -209,7 +209,7 @@ class EnginePlan(Rung):
 
     Attributes:
         below: engines to step down to, in this order, if memory still runs out.
-        reason: for this choice, in a sentence.
+        reason: reason for this choice, in a sentence.
         others: for several workers, the best engine of each other way to cut the model. The fastest
             comes first. Engines that do not fit come last, with their smallest need.
     """

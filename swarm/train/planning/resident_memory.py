@@ -46,13 +46,13 @@ class Held:
     """The part of a model that a worker holds, and its numbers of micro-batches.
 
     Attributes:
-        stage: its layers and ends.
+        stage: the worker's layers and ends.
         micro_batches: the most that any worker has in a step.
         kept: the most micro-batches that wait for backward. With several chunks a stage, a
             micro-batch may count in part.
         received: micro-batches for which there are buffers between stages.
-        sharers: number of workers with the same shared tensors, which add up their gradients. They
-            have different micro-batches, or different tokens of the same ones.
+        sharers: number of workers with the same shared tensors, which add up their gradients. These
+            workers have different micro-batches, or different tokens of the same micro-batches.
     """
 
     stage: Stage
@@ -142,9 +142,9 @@ def kept_by_chunks(micro_batches: int, stages: int, stage: int, chunks: int) -> 
     """The most micro-batches that wait for backward if each stage has several chunks.
 
     Torch's schedule first takes a round of micro-batches forward through all chunks but the last,
-    and two more for each stage behind this one. Then forward and backward alternate. A micro-batch
-    that has passed some of the chunks counts as that fraction. The flows of `flows_of` run one
-    after another.
+    and two further micro-batches for each stage behind this stage. Then forward and backward
+    alternate. A micro-batch that has passed some of the chunks counts as that fraction. The flows
+    of `flows_of` run one after another.
     """
     number = max(flows_of(micro_batches, stages))
     of_a_round = number // max(1, number // stages)
@@ -219,7 +219,7 @@ def resident_need(
         num_owned: experts that the peer trains.
         options: options of the engine, or of each worker.
         held: the part of the model that the rank holds.
-        loads: the rows of its layers, for at least as many micro-batches as it keeps.
+        loads: the rows of the rank's layers, for at least as many micro-batches as the rank keeps.
     """
     # The worker with the most experts: experts are dealt out evenly, rounded up.
     sizes = sizes_of(run.model, -(-num_owned // options.ep), options.tp)

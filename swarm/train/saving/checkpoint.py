@@ -241,7 +241,7 @@ def peek_counts(path: Path) -> Counts | None:
     """`EngineState.counts` of the file at `path`, without a check of the digest.
 
     Returns:
-        None if there is no such file, or it has no such form.
+        None if there is no file, or it has another form.
     """
     try:
         file = OpenFile.at(path)
@@ -308,9 +308,9 @@ def resume_newest(path: Path) -> Loaded | None:
     """Like `load_newest`, for the peer that will save here: also removes useless files.
 
     It removes the temporary file of a killed saving. If the newest state is damaged, the previous
-    one takes its place. Otherwise the next saving would replace the previous state by the damaged
-    one, and a kill during that saving would leave no good state. A file that cannot be read now, or
-    not by this version, stays until the next saving. Until then, a start that can read the file
+    state takes its place. Otherwise the next saving would replace the previous state by the damaged
+    state, and a kill during that saving would leave no good state. A file that cannot be read now
+    or by this version stays until the next saving. Until then, a start that can read the file
     resumes from it.
 
     Raises:

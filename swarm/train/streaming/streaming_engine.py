@@ -322,7 +322,7 @@ class StreamingEngine:
     def _go(self, one: Pass, update: Update | None, *, last: bool) -> dict[str, GradientOffload]:
         """Runs one pass; with `update`, a unit is updated as soon as its gradients have arrived.
 
-        `last`: whether its gradients are those of the whole step.
+        `last`: whether the pass completes the gradients of the whole step.
         """
         device, gone, scale = self._device, {}, self._guard.scale.value
         is_here = last and self._run.optimizer.kind == "muon" and self.orthogonalises

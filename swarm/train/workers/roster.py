@@ -120,7 +120,7 @@ def seats(nodes: Sequence[Node], wanted: Wanted, *, is_late: bool) -> list[range
 
     Args:
         nodes: the nodes that are there, in order of arrival.
-        wanted: the numbers of workers.
+        wanted: numbers of workers that the peer accepts.
         is_late: whether the waiting time is over, so that fewer workers must suffice.
 
     Returns:

@@ -231,7 +231,7 @@ def _why_no_longer(roster: OpenRoster, timers: Timers) -> str | None:
 def _why_left_behind(roster: OpenRoster) -> str | None:
     """Why the roster does not wait for members that still fetch the tip; None while it does.
 
-    Without the wait they miss all rounds until the next patient one.
+    Without the wait, such members miss all rounds until the next patient round.
     """
     assert roster.waited_s is not None
     num_behind = sum(absent.is_behind for absent in roster.absent)

@@ -220,8 +220,8 @@ class RosterLinks:
     which changes each second, is not part of it.
 
     Attributes:
-        slowest_first: the senders; those with unmeasured links come last.
-        num_waiting: how many of them wait.
+        slowest_first: the senders. Senders with unmeasured links come last.
+        num_waiting: number of senders that wait.
         gaps: places in the order where the next link is so much faster that all links before may be
             too slow. Each place is a number of senders, with the time that the next sender needs.
     """

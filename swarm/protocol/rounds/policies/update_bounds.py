@@ -55,15 +55,15 @@ def _behind(unit: Unit, work: Mapping[PeerId, int], tip: Manifest, rules: Rules)
     """The training that a value of these sources may contain; `work` has their tokens.
 
     Shared tensors restart with each tip if all of them are due in each round. An expert's local
-    progress continues through rounds that did not count it, a shared part's through rounds in which
-    the part was not due (shared progress). In each of these rounds a peer trained no more than it
-    was dealt (deal sizes). Where deltas are averaged, steps that one period left out may be
-    carried. Where rounds overlap, steps of the previous round may be carried as well. Remainders of
-    codings add no step, but they may come from steps of K + 1 periods.
+    progress continues through rounds that did not count it. A shared part's progress continues
+    through rounds in which the part was not due (shared progress). In each of these rounds a peer
+    trained no more than it was dealt (deal sizes). Where deltas are averaged, steps that one period
+    left out may be carried. Where rounds overlap, steps of the previous round may be carried as
+    well. Remainders of codings add no step, but they may come from steps of K + 1 periods.
 
     An expert that waited for an owner has an old version but no progress (expert ownership). So at
-    most K + 1 of its periods count. Otherwise its first owner could move it as far as in all rounds
-    of the wait.
+    most K + 1 of its periods count. Otherwise the first owner could move the expert as far as in
+    all rounds of the wait.
     """
     batch = rules.batch_tokens_at(tip.tokens)
     is_expert = unit in rules.expert_units
@@ -104,7 +104,7 @@ def _dealt(case: _Case) -> Mapping[PeerId, int]:
 
 @lru_cache(maxsize=8)
 def _steps_a_round(case: _Case) -> int:
-    """Steps of the run in an earlier round: those of the last one, or the mean if that is more."""
+    """Steps of the run in an earlier round: of the last round, or the mean if that is more."""
     tip, rules = case.tip, case.rules
     last = rules.local_steps_at(tip.tokens)
     if rules.round_seconds is not None:
