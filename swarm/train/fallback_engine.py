@@ -114,7 +114,7 @@ class SteppingEngine:
 
     @property
     def levels(self) -> tuple[EngineOptions, ...]:
-        """The present level, and the remaining ones below."""
+        """The present level, and the remaining levels below."""
         return (self.options, *self._below)
 
     # ------------------------------------------------ as `Engine`

@@ -545,7 +545,7 @@ def delta_in(store: BlobStore, digest: Digest) -> Delta:
 
 @contextmanager
 def kept(store: BlobStore, digests: Iterable[Digest]) -> Iterator[list[Digest]]:
-    """Keeps blobs while the context lasts; yields those that are not here."""
+    """Keeps blobs while the context lasts. Yields the blobs that are not here."""
     wanted = sorted(set(digests))
     store.pin(wanted)  # before the check, so that no collection comes between
     try:

@@ -44,7 +44,7 @@ class Pack(Protocol):
     """Room for blobs. The store serializes `allocate`; other methods may run in several threads.
 
     Attributes:
-        num_bytes: allocated so far.
+        num_bytes: bytes allocated so far.
         num_writers: allocations that are still being filled; counted by the store.
         is_doubtful: writing to the disk has failed once. The system reports this to one caller,
             then treats the pages as clean. So contents that are not durable yet must be written

@@ -324,7 +324,7 @@ def _add(sums: Counter[Any], name: Hashable, change: int) -> None:
 
 
 def _largest(used: Mapping[Name, int]) -> Name | None:
-    """The owner with most bytes; of equal ones the last that arrived."""
+    """The owner with most bytes, or of several such owners, the last that arrived."""
     return max(reversed(list(used)), key=used.__getitem__, default=None)
 
 

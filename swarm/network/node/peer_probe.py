@@ -174,7 +174,7 @@ async def _dial(seen_at: str, port: int) -> str | None:
     """Why the asking peer cannot be dialed at a port of its host; None if it can.
 
     Raises:
-        BadMessage: its host is not known, for example because others relayed the question.
+        BadMessage: the peer's host is not known, for example because others relayed the question.
     """
     if seen_at.count("/") < 4 or not seen_at.startswith("/ip"):
         raise BadMessage("probe_unknown", "your address is not known")

@@ -192,7 +192,7 @@ class Inbound:
         """Waits for messages.
 
         Args:
-            transfers: fetches blobs named by members, and separately those named by strangers.
+            transfers: fetches blobs named by members, and separately blobs named by strangers.
             ledger: knows the members, and limits the cost of each sender.
             run: the id of the run, which is part of all that is signed.
             deliver: takes each valid message.

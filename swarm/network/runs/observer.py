@@ -194,8 +194,8 @@ class Observer:
         """The run's configuration.
 
         Raises:
-            NobodyReachable: no member sent it in time.
-            RunMismatch: the received one differs from the announced one.
+            NobodyReachable: no member sent the configuration in time.
+            RunMismatch: the received configuration differs from the announced one.
         """
         return self._within(
             deadline_s, "the run configuration", lambda: fetch_config(announced, self._downloads)

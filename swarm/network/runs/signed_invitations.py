@@ -59,7 +59,7 @@ def credential_for(private: PrivateInvitation, identity: Identity) -> Credential
     """The credential that a peer shows; after this the private key is no longer needed.
 
     Raises:
-        InvitationError: it is for another peer.
+        InvitationError: the invitation is for another peer.
     """
     require_guest(private, identity.peer_id)
     invitation = private.invitation
@@ -72,7 +72,7 @@ def require_guest(private: PrivateInvitation, peer: PeerId) -> None:
     """Refuses an invitation that is for another peer.
 
     Raises:
-        InvitationError: it is for another peer.
+        InvitationError: the invitation is for another peer.
     """
     if not private.secret and private.invitation.key != peer:
         raise InvitationError(

@@ -327,7 +327,7 @@ async def _create(line: LineBytes, **options: Any) -> P2P:
 
 
 class _LivingCalls(dict[UUID, "asyncio.Future[bytes]"]):
-    """hivemind's unanswered calls, without those that have ended.
+    """hivemind's unanswered calls, without calls that have ended.
 
     Otherwise an answer that arrives in the same turn of the loop as its call's timeout would raise
     in the task that reads all answers. Then this node would never receive an answer again

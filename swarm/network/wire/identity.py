@@ -50,7 +50,7 @@ class Identity:
 
     Attributes:
         path: the identity file.
-        peer_id: base58.
+        peer_id: id in base58.
         public_key: 32 bytes.
         private_key: Ed25519.
         is_new: whether the key was made just now, so that no other process can have it.

@@ -94,8 +94,8 @@ def _complain(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 def started_pool(name: str, helpers: int) -> Helpers:
     """Helpers that are already running.
 
-    If a helper could not be started for lack of memory, its work would stay in the queue. That work
-    would run after it was reported as failed, so an old record could replace a new one.
+    If a helper could not be started for lack of memory, its work would stay in the queue. Such work
+    would run after it was reported as failed, so an old record could replace a new record.
     """
     return Helpers(name, helpers, are_started=True)
 

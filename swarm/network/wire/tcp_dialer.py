@@ -209,12 +209,12 @@ class TcpDialer:
     def distrust(self, peer_id: str, *, for_good: bool) -> bool:
         """Drops a route on which wrong bytes arrived; False if there was no route.
 
-        Somebody on the path may have changed the bytes, so they prove nothing about the peer.
+        The bytes may have been changed on the path, so they prove nothing about the peer.
 
         Args:
-            peer_id: the peer at its other end.
-            for_good: whether the route is never searched again. False only pauses as after a
-                failure, for the case that the expected value was wrong.
+            peer_id: id of the peer at the route's other end.
+            for_good: whether the route is never searched again. False only pauses, as after a
+                failure, because the expected value may have been wrong.
         """
         self.kept.drop(peer_id)
         way = self._ways.get(peer_id)
@@ -306,7 +306,7 @@ class TcpDialer:
         """The host at which libp2p is connected to a peer.
 
         Raises:
-            NoRoute: it is not connected, or only through others.
+            NoRoute: the peer is not connected, or only through others.
         """
         try:
             address = await seen_at(self._p2p(), peer_id)

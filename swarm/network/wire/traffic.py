@@ -154,10 +154,10 @@ class Traffic:
 
     Attributes:
         control_messages_sent: calls of `post` and `request`, answers not counted.
-        control_messages_received: the same, from others.
+        control_messages_received: such calls from others.
         control_bytes_sent: payloads of messages, requests and answers, asks and heads of the bulk
             path, and blobs that belong to messages.
-        control_bytes_received: the same, from others.
+        control_bytes_received: such bytes from others.
         blob_bytes_sent: contents of all other blobs, except moments.
         blob_bytes_received: contents of blobs, including blobs of messages and blobs that are
             refused later.

@@ -84,7 +84,7 @@ class RunDirectory:
         """The newest offer that was saved without private state; None if there is none.
 
         Raises:
-            CorruptState: it cannot be read.
+            CorruptState: the offer cannot be read.
         """
         try:
             content = without_digest(self.offer_path.read_bytes())
@@ -211,8 +211,8 @@ class StateDirectory:
         """Opens (or makes) the directory and locks it.
 
         Raises:
-            StateLocked: another living process uses it.
-            StateError: it cannot be made or written.
+            StateLocked: another living process uses the directory.
+            StateError: the directory cannot be made or written.
         """
         self.path = path.expanduser()
         try:
@@ -353,7 +353,7 @@ def current_run_of(path: Path, run_id: str | None) -> tuple[str, RunDirectory]:
 
     Args:
         path: the state directory.
-        run_id: the wanted run; None for the one that the peer was in last.
+        run_id: id of the wanted run. None for the run that the peer was in last.
 
     Raises:
         StateError: there is no such run.

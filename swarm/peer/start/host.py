@@ -84,7 +84,8 @@ def nothing(_: StateDirectory) -> bool:
 class Reception:
     """Answers other peers in the node's loop, from the start of the network to its end.
 
-    Before `open` it answers nothing; before `admit` only requests for its run, probes and blobs.
+    Before `open` it answers nothing. Before `admit` it answers only requests for its run, probes
+    and blobs.
     """
 
     def __init__(self) -> None:

@@ -131,7 +131,7 @@ def with_way_back(
 
     Args:
         error: raised by the attempt.
-        wanted: the wanted run, if it names one.
+        wanted: the request, which may name a run.
         begun: the run on disk that was to be joined, if there is one.
         state: the state directory.
     """

@@ -68,7 +68,7 @@ class PeerObserver(RoundObserver):
         """The offered values are stored, but the private state is not durable yet."""
 
     def on_round(self, report: RoundReport) -> None:
-        """A manifest was applied: this peer's model is now the agreed one."""
+        """A manifest was applied: this peer's model is now the agreed model."""
 
     def on_validation(self, round_number: int, val_loss: float, bits_per_byte: float) -> None:
         """This peer measured the state after a round on the held-out text.

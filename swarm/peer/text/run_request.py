@@ -39,7 +39,7 @@ def require_no_other(wanted: RunConfig, there: Iterable[tuple[str, RunConfig]]) 
         there: id and configuration of each run at the given addresses.
 
     Raises:
-        RunMismatch: there is a run; the message names its differences from the file.
+        RunMismatch: there is a run. The message names its differences from the file.
     """
     for name, running in there:
         raise RunMismatch(
@@ -50,11 +50,11 @@ def require_no_other(wanted: RunConfig, there: Iterable[tuple[str, RunConfig]]) 
 
 
 def require_no_founder(wanted: RunConfig, preparing: Mapping[PeerId, str]) -> None:
-    """Refuses to found a run if a peer at the given addresses founds another one.
+    """Refuses to found a run if a peer at the given addresses founds another run.
 
     Args:
         wanted: the configuration of the run to be founded.
-        preparing: peers that found a run there, and its fingerprint.
+        preparing: peers there that found a run, with the run's fingerprint.
 
     Raises:
         RunMismatch: a peer there founds another run.

@@ -203,15 +203,15 @@ class RunText:
 
         Args:
             run: configuration of the run.
-            tokenizer: the run's.
+            tokenizer: tokenizer of the run.
             needed: the run's text; None if every peer has its own.
             remembered: the text's folder at an earlier start; a folder that the person named has
                 precedence.
 
         Raises:
-            TextMismatch: this machine has another text, or none; the message names the needed one.
+            TextMismatch: this machine has another text, or none. The message names the needed text.
             DataError: every peer of the run has its own text, and this machine has none.
-            BadManifest: the run has a common text and does not name it.
+            BadManifest: the run has a common text, but does not name it.
         """
         if (needed is None) != (run.data.mode == "own"):
             raise errors.BadManifest(

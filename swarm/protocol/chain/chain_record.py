@@ -180,17 +180,17 @@ def _abstains_until(record: Record) -> int:
 def regained(
     record: Record, manifest: Manifest, me: PeerId, offer: Offer | None
 ) -> Regained | None:
-    """Where a peer that abstains votes again once it has applied a manifest.
+    """The height from which an abstaining peer votes again, once it has applied a manifest.
 
     If the manifest contains an offer that the peer made since it came back, the peer votes again in
     the manifest's generation, after one more height. Let v be the height of its last vote before
     the loss. A manifest below v was decided before the loss, so it cannot contain the new offer. So
-    the manifest with the new offer has at least height v. If the offer is an old one from the
+    the manifest with the new offer has at least height v. If the offer is an old offer from the
     private state, the height is at least v + 1. In both cases the peer is then past v. A generation
     that branches off at or above that height began after the loss.
 
-    The peer knows nothing of other generations. It may have voted there, and may come back to one
-    when the parts of a swarm meet again [F1].
+    The peer knows nothing of other generations. It may have voted in them, and may come back to
+    such a generation when the parts of a swarm meet again [F1].
     """
     until, tip = _abstains_until(record), record.tip
     if manifest.parent != tip.digest:

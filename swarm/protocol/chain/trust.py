@@ -46,13 +46,12 @@ that a single step can reach."""
 
 
 def step_problem(before: Head, link: Link, *, is_new: bool = False) -> str | None:
-    """Why a head is not believed to follow from a trusted one; None when it is.
+    """Why a head is not believed to follow from a trusted head. None when it is.
 
     Args:
         before: the trusted head.
         link: the claimed successor; wrong signatures have been dropped from its certificate.
-        is_new: whether the reader has no tip of its own, so that somebody has to vouch for a
-            reform.
+        is_new: whether the reader has no tip, so that founder or anchors must vouch for a reform.
     """
     head = link.head
     if head.founder != before.founder or (before.run and head.run != before.run):

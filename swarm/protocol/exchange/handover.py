@@ -198,7 +198,7 @@ class Choice:
 
 
 class Taking:
-    """One peer's searches for the moments of experts that others owned before."""
+    """One peer's searches for the moments of experts that other peers owned before."""
 
     def __init__(self) -> None:
         """Starts without searches."""

@@ -125,9 +125,9 @@ def steadiest(
     Policy: roster repair.
 
     This bounds the restarts of a campaign, however many trainees vanish one after the other. Voters
-    stay. At the second setback a quarter of the trainees stays, those counted in the most rounds.
-    At each further setback a quarter of these stays. The others offer their experts later (late
-    offers).
+    stay. At the second setback, the quarter of the trainees stays that was counted in the most
+    rounds. At each further setback, a quarter of these trainees stays. The others offer their
+    experts later (late offers).
 
     Args:
         members: members of the tip.

@@ -328,7 +328,7 @@ class _Beside:
         """The attachment that a message refers to.
 
         Raises:
-            BadMessage: it is missing, wrong, or announced larger than its kind may be.
+            BadMessage: the attachment is missing, wrong, or announced larger than its kind may be.
         """
         limit, read = _KINDS[kind]
         _require_size(blob, limit)

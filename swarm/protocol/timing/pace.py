@@ -36,7 +36,7 @@ class Recent:
 
         Args:
             kept: the most measurements that count.
-            least: how many count at any age, if there are no newer ones.
+            least: number of measurements that count at any age, if there are no newer ones.
         """
         self.newest: tuple[Dated, ...] = ()
         self._kept, self._least = kept, least
@@ -46,7 +46,7 @@ class Recent:
         self.newest = (*self.newest, Dated(value, at_s))[-self._kept :]
 
     def of_late(self, now_s: float, since_s: float = -inf) -> list[float]:
-        """The values that count now, the lowest first; only those since `since_s`."""
+        """The values since `since_s` that count now, the lowest first."""
         newest, since_s = self.newest, max(since_s, now_s - DAY_S)
         new = [each for each in newest if each.at_s >= since_s]
         few = newest[-self._least :] if self._least else ()

@@ -151,7 +151,7 @@ class TrainingShell(Protocol):
         A peer that was asked to stop takes only steps for which other peers wait.
 
         Args:
-            tip: the tip that they start from.
+            tip: the tip from which the steps start.
             task: the samples to be read.
             before: earlier steps since the last offer; the result contains these.
             left: called before each step; returns the steps that are left. Its arguments are the

@@ -132,8 +132,8 @@ def next_book(book: Book, counted: Counts, quotas: Counts, *, keeps_rest: bool =
         counted: for each contributor, how many samples from the front of its deal entered the
             round.
         quotas: for each member of the new manifest, how many samples it is to have.
-        keeps_rest: whether uncounted samples stay with their member, before newly dealt ones. Where
-            rounds overlap, the member may have read these samples by now (overlapped deals).
+        keeps_rest: whether uncounted samples stay with their member, before newly dealt samples.
+            Where rounds overlap, the member may have read these samples by now (overlapped deals).
     """
     open_, kept = [*book.holes], dict[PeerId, Stretches]()
     for peer, stretches in book.dealt.items():

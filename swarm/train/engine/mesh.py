@@ -52,9 +52,9 @@ class Fabric:
 
     Attributes:
         size: number of ranks.
-        per_node: in each machine, at most.
-        bus: within a machine.
-        between_gb_s: each way, of one machine to all others.
+        per_node: most ranks in a machine.
+        bus: bus within a machine.
+        between_gb_s: rate of one machine to all others, each way.
     """
 
     size: int = 1
@@ -336,7 +336,7 @@ class Dealing:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """All experts, seat after seat, the owned ones of each seat first."""
+        """All experts, seat after seat, the owned experts of each seat first."""
         seats = zip(self.owned, self.frozen, strict=True)
         return tuple(expert for owned, frozen in seats for expert in (*owned, *frozen))
 
@@ -369,7 +369,7 @@ def deal(
 
     Args:
         owned: the experts that this peer trains.
-        num_experts: of a layer.
+        num_experts: number of experts of a layer.
         ep: number of seats.
         former: the present dealing. None if there is none.
     """

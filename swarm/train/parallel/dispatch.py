@@ -48,7 +48,7 @@ def moved(
     give: Callable[[int], Sequence[Tensor]],
     forms: Callable[[int], Sequence[Form]],
 ) -> dict[int, list[Tensor]]:
-    """Sends the tensors of experts that leave this rank, and receives those of arriving experts.
+    """Sends tensors of experts that leave this rank, and receives tensors of arriving experts.
 
     This is one operation, or none.
 
@@ -136,7 +136,7 @@ class DealtBank(ExpertBank):
     """One rank's experts of one layer; computes with the experts of the whole group.
 
     Attributes:
-        dealing: which rank holds which experts.
+        dealing: the experts that each rank holds.
     """
 
     def __init__(self, model: ModelConfig, storage: Storage, *, group: Ranks) -> None:

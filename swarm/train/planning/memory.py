@@ -36,11 +36,11 @@ def need_of(run: RunConfig, num_owned: int, options: EngineOptions, workers: int
         run: the model and its micro-batches.
         num_owned: experts that the peer trains.
         options: options of the engine, or of each worker.
-        workers: number that share the micro-batches; 0 for the product of `ep` and `pp`.
+        workers: number of workers that share the micro-batches. 0 for the product of `ep` and `pp`.
 
     Allocator rounding, libraries, a running round and the peer itself are not included. The result
     is within 5 % of the measured peak of allocations (`scripts/benchmarks/bench_memory.py`). For a
-    pipeline, the result is the need of the largest stage. Workers that stream have one host copy,
+    pipeline, the result is the need of the largest stage. Workers that stream share one host copy,
     of which each counts its part.
     """
     if options.pp > 1:

@@ -276,7 +276,7 @@ def _is_sound(file: OpenFile, body_bytes: int) -> bool:
 
 
 def load_newest(path: Path) -> Loaded | None:
-    """The private state at `path`, or the previous one if that file is damaged or unreadable.
+    """The private state at `path`, or the previous state if this file is damaged or unreadable.
 
     Returns:
         None if both files are missing, since no state was ever saved.

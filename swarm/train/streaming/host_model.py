@@ -509,7 +509,7 @@ class HostStore:
         return self._shapes[name]
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Tensors by Hugging Face name, in their stored type; int8 ones as fp32 copies.
+        """Tensors by Hugging Face name, in their stored type, but int8 tensors as fp32 copies.
 
         Raises:
             BadBlob: the model has no such name.

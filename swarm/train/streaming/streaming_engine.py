@@ -351,7 +351,7 @@ class StreamingEngine:
     ) -> dict[str, Tensor] | None:
         """Clipping factors of one unit; None if its gradient is not finite.
 
-        `scale` is the loss's scale in this step; the guard may have a new one for the next step.
+        `scale` is the loss's scale in this step. The guard may have a new scale for the next step.
         """
         num_units = len(self._store.units)
         scaled = {name: norm / scale for name, norm in norms.items()}

@@ -84,7 +84,7 @@ class Wire:
         """Waits for bytes of the other side. `take` returns the messages that they complete.
 
         Raises:
-            Closed: no bytes will come any more.
+            Closed: no more bytes will come.
         """
         try:
             content = self.socket.recv(2**16)

@@ -41,10 +41,10 @@ class Crew:
     """Processes that compute together. Only one thread at a time may use it.
 
     Attributes:
-        place: of the workers of this machine.
+        place: place of the workers of this machine.
         pids: process ids, by rank; on another node, an id is valid there only.
         is_starting: whether the workers are still catching up with the peer. Commands then end with
-            the peer's time to leave. Later commands may exceed that a little.
+            the peer's time to leave. Later commands may exceed this time a little.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Crew:
         """Starts the workers as soon as the nodes are there.
 
         Args:
-            place: of the workers of this machine.
+            place: place of the workers of this machine.
             nodes: the nodes with workers for this peer. None for workers of this machine alone.
             remaining_s: most seconds that their start may take from now on. 0 or less once a
                 leaving peer must end.

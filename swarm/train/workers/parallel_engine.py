@@ -84,7 +84,7 @@ class ParallelEngine:
 
     @property
     def levels(self) -> tuple[EngineOptions, ...]:
-        """The present level of each worker, and the remaining ones below."""
+        """The present level of each worker, and the remaining levels below."""
         return self._force.levels
 
     @property

@@ -62,7 +62,7 @@ class CommandTimeouts:
 
 
 class Workforce:
-    """Asks workers, and replaces lost ones. Any thread may ask; one question runs at a time.
+    """Asks workers, and replaces lost workers. Any thread may ask; one question runs at a time.
 
     Attributes:
         options: options of the engine of each worker.
@@ -214,7 +214,7 @@ class Workforce:
 
     @property
     def levels(self) -> tuple[EngineOptions, ...]:
-        """The present level, and the remaining ones below."""
+        """The present level, and the remaining levels below."""
         return (self.options, *self._below)
 
     def _judge(self, lost: Lost, tries: int) -> None:

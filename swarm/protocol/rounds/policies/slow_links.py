@@ -344,7 +344,7 @@ def too_thin(
 def _is_thin(sender: Sender, usual_s: float, rest_s: float) -> bool:
     """Whether a link needs so much longer than the next link that its peer may be left out.
 
-    `rest_s`: how long the round would last without that link; `usual_s` or more.
+    `rest_s`: how long the round would last without the link, at least `usual_s`.
     """
     return sender.needs_s > max(rest_s + LEAST_S, UNEQUAL * usual_s)
 
