@@ -67,7 +67,7 @@ def forecast(run: RunConfig, *, step_s: float, round_bytes: float, mbit: float) 
         step_s: seconds of a local step after the last phase; steps of other phases scale with
             their batches.
         round_bytes: bytes that a peer sends in a round, and also receives.
-        mbit: rate of its link in each direction, in Mbit/s.
+        mbit: rate of the link of a peer in each direction, in Mbit/s.
     """
     averaging_s, overlaps = round_bytes * 8 / (mbit * 1e6), run.round.overlap == "round"
 

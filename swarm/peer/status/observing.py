@@ -60,7 +60,7 @@ class PeerObserver(RoundObserver):
         """A local step was done.
 
         Args:
-            step: its number in the run, from 0, which counts each step of a round once.
+            step: number of the step in the run, from 0, which counts each step of a round once.
             stats: losses (nats per token), gradient norm and tokens of this peer's batch.
         """
 

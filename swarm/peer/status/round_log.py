@@ -193,10 +193,10 @@ class RoundAccount:
         """The figures of a training round.
 
         Args:
-            report: report of its manifest.
+            report: report of the manifest of the round.
             seconds: time since the previous manifest.
-            phases: seconds of each.
-            moved: bytes in it.
+            phases: seconds of each phase of the round.
+            moved: bytes sent and received in the round.
         """
         reasons = self.reasons_of()
         new = next((k for k, reason in enumerate(reasons) if reason is self._told), -1) + 1

@@ -285,10 +285,10 @@ class Ranks:
         """Sends rows and receives others, both in the order of the ranks. Rows may have any type.
 
         Args:
-            rows_MX: the rows to send, the first ones to the first rank.
+            rows_MX: the rows to send; those for rank 0 come first.
             sent: number of rows to each rank.
             received: number of rows from each rank.
-            kind: its purpose, in the record.
+            kind: purpose of the exchange, in the record.
 
         Raises:
             Disconnected: another rank has ended.
@@ -322,8 +322,8 @@ class Ranks:
         Each rank has the same number of rows, of one type.
 
         Args:
-            rows_nX: of this rank.
-            kind: its purpose, in the record.
+            rows_nX: the rows of this rank.
+            kind: purpose of the exchange, in the record.
 
         Raises:
             Disconnected: another rank has ended.
@@ -342,8 +342,9 @@ class Ranks:
         The share has the shape [n, X]. Rows are added up as in `total`.
 
         Args:
-            rows_NX: of this rank, of one type. Their number is a multiple of the number of ranks.
-            kind: its purpose, in the record.
+            rows_NX: the rows of this rank, all of one type. Their number is a multiple of the
+                number of ranks.
+            kind: purpose of the exchange, in the record.
 
         Raises:
             Disconnected: another rank has ended.

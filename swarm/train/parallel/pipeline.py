@@ -122,8 +122,8 @@ class Flow:
         parts: the micro-batches, at least one; the same on all ranks of a pipeline. None stands for
             a pass through the experts without tokens.
         shape: shape of the tokens of each micro-batch.
-        controls: of each micro-batch in a training step; None in evaluation.
-        divisor: of each loss.
+        controls: the routing controls of each micro-batch in a training step; None in evaluation.
+        divisor: number that divides each loss.
         scale: factor of each loss after the division.
     """
 

@@ -169,7 +169,7 @@ class MicroBatchBytes:
 
         Args:
             layer_owned: parameters of the layer's owned experts.
-            frozen_layer: bytes of its frozen ones.
+            frozen_layer: bytes of the frozen experts of the layer.
         """
         model, c, rows = self.model, self.compute, self.rows
         # One expert at a time, or a grouped product of a stack, in pieces if there are many rows.

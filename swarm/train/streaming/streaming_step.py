@@ -125,7 +125,7 @@ class Pass:
             micro_batches: tokens and masks.
             divisor: number of micro-batches of the whole step.
             scale: scale of the loss.
-            controls: of each micro-batch.
+            controls: the routing controls of each micro-batch.
             before: gradients of earlier passes of this step, by unit.
         """
         self._run, self._device, self._checkpoints = run, device, checkpoints

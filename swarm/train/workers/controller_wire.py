@@ -331,9 +331,9 @@ def admit(wire: Wire, key: bytes) -> Message:
         The hardware and versions of the node.
 
     Raises:
-        Refused: it does not hold the key.
-        Closed: it does not answer.
-        BadMessage: its answer is no proof.
+        Refused: the node does not hold the key.
+        Closed: the node does not answer.
+        BadMessage: the answer of the node is no proof.
     """
     end_s = time.monotonic() + HANDSHAKE_S
     ours, limit, wire.limit = secrets.token_hex(NONCE_BYTES), wire.limit, MAX_STRANGER_BYTES

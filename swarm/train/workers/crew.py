@@ -27,8 +27,8 @@ class Place:
     Attributes:
         size: number of workers on this machine.
         device: "cpu", or "cuda" with a separate GPU for each worker.
-        threads: CPU threads of each.
-        backend: of torch.distributed; gloo on CPUs, and if several workers share a GPU.
+        threads: CPU threads of each worker.
+        backend: the backend of torch.distributed; gloo on CPUs, and if several workers share a GPU.
     """
 
     size: int
