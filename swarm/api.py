@@ -75,7 +75,7 @@ def load_run(file: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 
     Args:
         file: path of the file, or the name of a file that comes with swarm, such as `demo`.
-        overrides: as after `--set`, such as `round.local_steps=5`.
+        overrides: settings, written as after `--set`, such as `round.local_steps=5`.
 
     Raises:
         ConfigError: the file cannot be read, or a setting is wrong. Names the nearest key.
@@ -90,7 +90,7 @@ def load_peer(file: Path | str | None = None, overrides: Sequence[str] = ()) -> 
     Args:
         file: path of the file, or the name of a file that comes with swarm, such as `laptop`. None:
             only the defaults.
-        overrides: as after `--set`, such as `corpus.folder=/home/me/books`.
+        overrides: settings, written as after `--set`, such as `corpus.folder=/home/me/books`.
 
     Raises:
         ConfigError: the file cannot be read, or a setting is wrong. Names the nearest key.

@@ -99,7 +99,7 @@ class SupervisedThread:
             name: name of the thread, also in the log.
             body: returns once `stopping` is set. If `stopping` is set in the pause after a failure,
                 the body is called once more, to finish.
-            system: of this process.
+            system: the system of this process.
         """
         self.name, self.stopping = name, threading.Event()
         self._body, self._system = body, system
@@ -226,7 +226,7 @@ class Helpers(ThreadPoolExecutor):
             number: most threads.
             begin: called by each thread at its start.
             are_started: whether all threads start now. Otherwise a thread starts when it is needed.
-            system: of this process.
+            system: the system of this process.
 
         Raises:
             OutOfMemory: `are_started` is set, and there is no memory for a thread.
@@ -383,7 +383,7 @@ def supervised(
         body: returns once `stopping` is set.
         stopping: ends the pause after a failure. The body is then called once more, to finish.
         ends: expected exceptions that end the work. They are raised.
-        system: of this process.
+        system: the system of this process.
     """
     failures = 0
     while True:

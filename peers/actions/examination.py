@@ -183,7 +183,8 @@ def own_id(network: NetworkSection, state: StateDirectory) -> str:
     """This peer's id. "" if it has none yet.
 
     Raises:
-        StateError: its key cannot be read, or is missing although the directory has runs.
+        StateError: the key of the peer cannot be read, or is missing although the directory has
+            runs.
     """
     key = path_of_key(network.identity_path, state)
     return load_or_create_identity(key).peer_id if key.exists() else ""

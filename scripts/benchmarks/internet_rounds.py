@@ -88,9 +88,9 @@ class Constants:
 
     Attributes:
         offer_bytes, body_bytes, evidence_bytes: bytes of one offer, of a manifest, of its evidence.
-        cpu_s: of the convener's decisions, one after the other.
-        control_s: of polls, greetings and votes.
-        compute_s: of the local steps of a round.
+        cpu_s: seconds of the convener's decisions, one after the other.
+        control_s: seconds of polls, greetings and votes.
+        compute_s: seconds of the local steps of a round.
         exchange_s: seconds of making an offer, and of adopting the result.
         link_share: share of a line's rate that transfers reach.
         overlap: whether steps continue during a round.

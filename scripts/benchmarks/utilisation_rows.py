@@ -321,7 +321,7 @@ def figures_of(
 
     Args:
         lines: the output of its timed_peer.py.
-        events: its applied manifests, from its history.
+        events: the peer's applied manifests, from its history.
         case: the measured row.
         cycles: number of counted cycles.
     """

@@ -131,7 +131,7 @@ def size_problem(
     Args:
         layers: number of layers.
         experts: number of experts of each layer.
-        vocabulary: tokens in it.
+        vocabulary: tokens in the vocabulary.
         hidden: elements of a token's state.
         inner: elements of an expert's state.
         heads: elements of the queries, keys, values and outputs of all heads together.

@@ -27,7 +27,7 @@ class DatasetText:
 
     Attributes:
         path: name of the data set on the hub, or a folder.
-        config: one of its configurations. None for the only configuration.
+        config: a configuration of the data set. None for the only configuration.
         split: the split, such as "train".
         column: column of the text in rows.
     """

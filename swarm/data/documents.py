@@ -147,7 +147,7 @@ def file_documents(
 
     Args:
         path: path of a regular file.
-        name: its name in `skipped`.
+        name: name of the file in `skipped`.
         skipped: counts all skipped input.
         column: the key or column of the text in objects and rows.
 

@@ -48,7 +48,7 @@ class FileTokenizer:
     Attributes:
         content: the file.
         end_of_text: id of the token that closes a document.
-        end_of_text_token: its spelling.
+        end_of_text_token: spelling of that token.
         num_ids: upper bound of ids in use.
         name: determines the content and the closing id.
     """

@@ -311,8 +311,8 @@ def follow(
     Args:
         live: holds x.
         layout: layout of the unit.
-        before: of v.
-        after: of v'.
+        before: reads v.
+        after: reads v'.
         counted: c, this peer's own part of the move. None if the peer has no part.
     """
     old, new = agreed_elements(layout, before), agreed_elements(layout, after)
@@ -335,8 +335,8 @@ def rebase(live: Parts, layout: UnitLayout, before: Read, after: Read) -> None:
     Args:
         live: holds x.
         layout: layout of the unit.
-        before: of v.
-        after: of v'.
+        before: reads v.
+        after: reads v'.
     """
     for part, agreed in read_parts(layout, after):
         own = live.read_part(part) - read_part(layout, part, before).float()
@@ -371,7 +371,7 @@ def reduced(
 
     Args:
         layout: layout of the unit.
-        base: of v.
+        base: reads v.
         deltas: deltas of the contributors, in this order.
         remainder: g of the previous mean. None: no remainder.
         weights: see `codecs.mean_chunk`.

@@ -107,7 +107,7 @@ class LinkPlan:
     Attributes:
         cycle_bytes: bytes that a peer sends in a cycle, and also receives.
         transfer_s: seconds for these bytes.
-        round_s: from the beginning of a round to that of the next, including local steps.
+        round_s: seconds from the beginning of a round to that of the next, including local steps.
         delay_share: the part of a cycle after which local steps see the result of a round.
         utilisation: share of time spent computing.
         link_busy: share of time in which the slower direction carries bytes.

@@ -54,7 +54,8 @@ class Recall:
 
     Attributes:
         expert_NK: the chosen experts. None until the layer has run once.
-        plan: their sorted rows, kept so that the recomputation need not wait for the device.
+        plan: the sorted rows of the chosen experts, kept so that the recomputation need not wait
+            for the device.
     """
 
     expert_NK: Tensor | None = None

@@ -102,7 +102,7 @@ def similarity(x_ND: Tensor, pairs: list[Pair], expert: Callable[[Tensor, int], 
 
     Args:
         x_ND: the layer's input.
-        pairs: of `shared_tokens`.
+        pairs: the pairs that `shared_tokens` gave.
         expert: the output [n, D] of an expert for some tokens [n, D].
     """
     found = []

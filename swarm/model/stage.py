@@ -18,7 +18,7 @@ class Stage:
 
     Attributes:
         layers: ascending, at least one. They are consecutive, except in a stage of several chunks.
-        num_layers: of the model.
+        num_layers: number of layers of the whole model.
     """
 
     layers: Sequence[int]
@@ -56,7 +56,7 @@ class Stage:
         """Whether a tensor of the model belongs to this stage.
 
         Args:
-            name: its Hugging Face name, or that of a stack of owned experts.
+            name: the Hugging Face name of the tensor, or that of a stack of owned experts.
             tied: whether the embedding is the head.
         """
         layer = layer_of(name)

@@ -308,7 +308,7 @@ def rows_back(dout_ND: Tensor, kept: Sequence[Tensor], setting: Setting) -> RowG
         dout_ND: gradient of the mixed outputs.
         kept: the tokens and their routing weights, gate(x) and up(x) from `rows_through`, and the
             owned masters.
-        setting: as in forward.
+        setting: the same setting as in forward.
     """
     x_ND, weight_NK, gate_MI, up_MI, *owned = kept
     found = RowGradients(setting, x_ND, dout_ND, weight_NK, owned)

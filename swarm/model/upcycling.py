@@ -163,7 +163,7 @@ class Upcycling:
 
         Raises:
             ConfigError: `out` is the checkpoint's own folder.
-            CorruptState: as `tensors`.
+            CorruptState: for the reasons given at `tensors`.
         """
         if out.exists() and out.samefile(self.folder):
             raise ConfigError(f"{out} is the checkpoint's own folder", hint="name another --out")

@@ -85,7 +85,7 @@ class Partial:
         digest: digest of the complete content.
         num_bytes: size of the complete content.
         index: concatenated digests of the pieces, once known.
-        place: its room.
+        place: the room in the pack.
     """
 
     def __init__(self, digest: str, place: Place) -> None:
@@ -142,7 +142,7 @@ class Draft:
     Only one thread at a time may write. As a context manager, a draft is discarded unless finished.
 
     Attributes:
-        num_bytes: its complete size.
+        num_bytes: complete size of the draft.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Draft:
         """See `BlobStore.draft`.
 
         Args:
-            place: its room.
+            place: the room in the pack.
             keep: called with digest and piece index once the draft is complete.
             drop: releases the room.
         """
@@ -283,7 +283,7 @@ class BlobStore:
         """Room for a value that this peer makes, whose digest is not yet known.
 
         Args:
-            num_bytes: its exact size.
+            num_bytes: exact size of the value.
             on_finish: called with the digest once the value is in the store, pinned once.
 
         Raises:
@@ -450,7 +450,7 @@ class BlobStore:
 
         Args:
             name: the manifest's digest.
-            digests: its blobs.
+            digests: digests of the manifest's blobs.
             now: seconds, of the clock that `collect` gets.
 
         Returns:

@@ -117,7 +117,7 @@ def patiently(
 
     Args:
         write: may fail for lack of disk, descriptors or memory, and must be repeatable then.
-        what: for the log.
+        what: name of the written thing, for the log.
         sleep: waits; may raise to end the retries.
 
     Raises:

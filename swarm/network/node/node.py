@@ -141,7 +141,7 @@ class Node:
             remembered: addresses from earlier runs, the freshest first; all may be unreachable.
             port: replaces port 0 in `network.host_maddrs`; if it is taken, a free one is used.
             handlers: may be called before this method returns.
-            deadline_s: for the whole start.
+            deadline_s: time limit for the whole start.
             must_reach: whether it is an error that no address answers; otherwise the node starts
                 alone and keeps trying.
             signer: owner of the records that the node publishes, if not the node itself.

@@ -71,7 +71,7 @@ class Substrate:
     Attributes:
         p2p: the daemon.
         dht: the node.
-        addresses: to announce; empty for a peer that does not listen.
+        addresses: the addresses to announce; empty for a peer that does not listen.
         line: counts the daemon's traffic.
     """
 
@@ -131,7 +131,7 @@ async def open_substrate(
     Args:
         opening: the shared inputs.
         peers: entrances, the best first; some may be unreachable.
-        port: to listen on, if the configuration leaves it open.
+        port: the port to listen on, if the configuration leaves it open.
         must_reach: whether it is an error if no entrance answers.
         check_identity: whether to look for a living peer with the same identity.
 

@@ -32,7 +32,8 @@ class Mean:
     """The result of a `Reduce`.
 
     Attributes:
-        result: for the round machine; its blobs stay pinned until the machine has the event.
+        result: the result for the round machine; its blobs stay pinned until the machine has the
+            event.
         left: the remainder of a mean of deltas, a blob that is pinned until it is released.
     """
 
@@ -102,7 +103,7 @@ class Reductions:
         """The mean for a `Reduce`; None if a blob that it needs is no longer here.
 
         Args:
-            effect: with or without deltas.
+            effect: the `Reduce`, with or without deltas.
             remainder: remainder of the unit's previous mean of deltas.
         """
         wanted = [digest for _, digest in effect.inputs]

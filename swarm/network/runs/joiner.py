@@ -51,7 +51,7 @@ async def present_peers(
 
     Args:
         node: sends the request.
-        run: its id.
+        run: id of the run.
         shards: parts of the record keys to read; all together cost megabytes in a large run.
 
     Raises:
@@ -89,11 +89,11 @@ async def fetch_newest_state(
     A slow link has unlimited time, but a state without any progress is given up in the end.
 
     Args:
-        node: its peers are asked.
+        node: the node whose peers are asked.
         store: gets the blobs.
         downloads: fetches into this store.
         layout: sizes that the values must have.
-        run: as announced.
+        run: the run as announced.
         shown: has the first tip to fetch.
         trust: where the proof of a newer tip must start.
         peers: peers that may have the state.

@@ -217,7 +217,7 @@ class Observer:
             layout: sizes that its values must have.
             sources: peers that may have it.
             on_blob: called with bytes here and bytes in all, in the node's thread.
-            deadline_s: for the whole model.
+            deadline_s: time limit for the whole model.
 
         Raises:
             NobodyReachable: not all arrived in time.

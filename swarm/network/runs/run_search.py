@@ -95,7 +95,7 @@ class Opened:
     Attributes:
         announced: bound by run id and manifest 0; while the run gathers peers, only the founder's
             claim.
-        run: its configuration.
+        run: configuration of the run.
         founding: manifest 0; None while its founder gathers peers.
     """
 

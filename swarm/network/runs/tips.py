@@ -112,7 +112,7 @@ async def newest_tip(
     Args:
         node: sends the questions.
         downloads: fetches manifests and proofs.
-        run: as announced; its id binds manifest 0.
+        run: the run as announced; its id binds manifest 0.
         peers: whom to ask.
         trust: where proofs begin; None for manifest 0.
         grace_s: how long to wait for other answers once one tip is proved.

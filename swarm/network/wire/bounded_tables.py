@@ -22,7 +22,7 @@ def recalled(
 
     Args:
         known: the dictionary, in the order of use.
-        peer: its key.
+        peer: key of the value.
         new: makes the first value of a peer.
         most: most peers, not counting those in use.
         is_in_use: whether a peer must not be dropped.

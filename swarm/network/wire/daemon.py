@@ -60,7 +60,7 @@ class Address:
         text: the whole address.
         transport: without /p2p/ID, the only part that p2pd's `connect` understands (measured).
         host: name or number.
-        port: of TCP.
+        port: the TCP port.
         peer_id: id of the peer that should answer there.
     """
 

@@ -218,8 +218,8 @@ class Ledger:
         request of an honest peer would never succeed.
 
         Args:
-            peer: to charge.
-            cost: its kind.
+            peer: the peer to charge.
+            cost: kind of the amount.
             amount: how much; 0 only asks whether anything is left.
             now_s: seconds of a clock that never goes back.
 

@@ -41,7 +41,7 @@ class LoopThread:
         """Runs a coroutine in the loop and returns its result, from any other thread.
 
         Args:
-            coroutine: to run.
+            coroutine: the coroutine to run.
             timeout_s: limit in seconds; None for a coroutine with its own limit.
 
         Raises:

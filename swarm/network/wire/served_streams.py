@@ -28,7 +28,7 @@ class ServedStream:
     """One served stream.
 
     Attributes:
-        source: its peer.
+        source: the peer that opened the stream.
         waits_since_s: since when the stream waits for its peer to ask or to take bytes; None while
             the peer waits for this side.
     """
@@ -112,7 +112,7 @@ class ServedStreams:
         """Called when a request has arrived; charges the stream to its peer until `rest`.
 
         Args:
-            stream: with the request.
+            stream: the stream on which the request arrived.
             most: limit of streams that are answered at a time.
 
         Raises:

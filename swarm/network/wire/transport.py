@@ -82,7 +82,7 @@ class Routes:
         """The route to try.
 
         Args:
-            peer: to reach.
+            peer: the peer to reach.
             relays: peers that listen and answered lately, in any order.
             now_s: the time.
             is_stream: whether to open a stream. libp2p opens streams without asking the other side,

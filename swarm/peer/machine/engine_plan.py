@@ -30,7 +30,7 @@ class Shortfall:
         what: the resource, in words.
         needed: bytes.
         there: usable bytes.
-        remedy: for a person.
+        remedy: what a person can do about it.
     """
 
     what: str
@@ -52,7 +52,7 @@ def shortfalls(
         need: need of the engine.
         peaks: peaks of the process in host memory.
         state_bytes: bytes of the state directory.
-        machine: its resources.
+        machine: resources of the machine.
         most: experts that fit with some engine; None if not even the shared tensors fit.
     """
     fewer = "rent a machine with more, or take smaller micro-batches or a smaller model"

@@ -197,7 +197,7 @@ def for_workers(
         compute: the person's decisions.
         machine: the peer's; the others are assumed to be equal.
         wishes: wishes of a single engine.
-        workers: of all machines.
+        workers: the workers of all machines.
 
     Raises:
         ConfigError: as `meshes_of`; or the workers are configured to stream and cannot.

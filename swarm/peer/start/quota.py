@@ -88,7 +88,7 @@ class MonthlyCount:
 
     Attributes:
         month: see `month_of`.
-        num_bytes: moved in it.
+        num_bytes: bytes moved in this month.
         left_gb: the quota with which a peer left this month; 0 if none left.
     """
 
@@ -136,7 +136,7 @@ class DataQuota:
 
         Args:
             count: moved bytes of the month so far.
-            quota_bytes: of a month.
+            quota_bytes: quota of a month.
             reserve_bytes: kept for leaving in order.
             clock: seconds since 1970; by default the clock of records, since a jump of the wall
                 clock could begin a new month.

@@ -20,7 +20,7 @@ class RoundReport:
         stats: figures of the local steps for the manifest; None if this peer took none.
         counted: whether this peer's shared tensors are in the mean.
         wait_s: seconds from the offer until the manifest was applied.
-        reason: for the protocol's decision, in a sentence.
+        reason: reason for the protocol's decision, in a sentence.
     """
 
     manifest: Manifest
@@ -75,7 +75,7 @@ class PeerObserver(RoundObserver):
 
         Args:
             round_number: number of the round.
-            val_loss: in nats per token.
+            val_loss: the loss in nats per token.
             bits_per_byte: the same loss, comparable between tokenizers.
         """
 

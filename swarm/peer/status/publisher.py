@@ -52,7 +52,8 @@ class ClockCheck:
 
         Args:
             node: sends the questions.
-            members: of the run, whose answers count; without members, neighbours are asked.
+            members: gives the members of the run, whose answers count; without members, neighbours
+                are asked.
             time_s: monotonic seconds.
             clock: None for the DHT's clock of this process.
         """

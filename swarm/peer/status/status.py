@@ -47,7 +47,7 @@ class PhaseFigures:
     """Figures of one phase, or of several phases of the same name together.
 
     Attributes:
-        seconds: its duration.
+        seconds: duration of the phase.
         peak_rss_bytes: peak of the resident memory of the whole process, all threads included; 0
             if the system does not give it.
     """

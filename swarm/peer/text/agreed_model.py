@@ -56,7 +56,7 @@ class Agreed:
 
         Args:
             digests: digests of required blobs.
-            hoped: of optional blobs; yields those that are missing.
+            hoped: digests of optional blobs; the context yields those that are missing.
 
         Raises:
             BlobGone: a required blob is missing.
@@ -164,7 +164,7 @@ def open_state(path: Path, run_id: str | None = None) -> tuple[StateDirectory, A
 
     Raises:
         StateError: there is no run in the directory.
-        StateLocked: its peer is running.
+        StateLocked: the peer of the directory is running.
         CorruptState: the run's configuration cannot be read.
     """
     if not path.expanduser().is_dir():

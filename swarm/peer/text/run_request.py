@@ -203,7 +203,7 @@ class Wanted:
 
     Attributes:
         run: the required configuration; None accepts any.
-        run_id: its id, if several runs are announced or on disk.
+        run_id: id of the wanted run, if several runs are announced or on disk.
         settings: required values, by `section.field`, if `run` is not given.
         invitation: the invitation with which this peer asks to join.
         beside_others: whether `run` may be founded although there is another run, at the given

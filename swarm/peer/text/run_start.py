@@ -49,7 +49,7 @@ def founders_weights(
     Args:
         run: the run to be founded.
         folder: the checkpoint that a person named, if any.
-        weights: from a script, in place of a checkpoint.
+        weights: weights from a script, in place of a checkpoint.
 
     Raises:
         ConfigError: the run needs given weights and there are none, or the reverse; or a tensor is

@@ -110,7 +110,7 @@ def tokenizer_of(manifest: Manifest, store: BlobStore) -> Tokenizer:
     """The tokenizer of a run whose blobs are here; does not need the package tokenizers.
 
     Raises:
-        CorruptState: its file is missing.
+        CorruptState: the file of the tokenizer is missing.
         TokenizerError: the file is no tokenizer.
     """
     file = manifest.founding.tokenizer

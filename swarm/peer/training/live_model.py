@@ -255,7 +255,7 @@ class LiveModel:
 
         Args:
             manifest: the agreed state.
-            decision: by `swarm.protocol.training.adoption`.
+            decision: made by `swarm.protocol.training.adoption`.
             before: the manifest that the engine has adopted; if None, each unit counts as having
                 the `base` of its entry.
 

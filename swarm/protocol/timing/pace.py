@@ -110,7 +110,7 @@ class Pace:
         Args:
             due: units that the next manifest may renew, with the bytes to transfer for each. A peer
                 with the present manifest has all other units.
-            now_s: by the clock of `fetched`.
+            now_s: the time by the clock of `fetched`.
         """
         shared = [unit for unit in due if expert_of_unit(unit) is None]
         made = {u: size for u, size in self.unit_bytes.items() if due.get(u, size) < size}

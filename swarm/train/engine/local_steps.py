@@ -121,7 +121,7 @@ class Task:
     """The work of a peer in a round.
 
     Attributes:
-        peer: its id.
+        peer: id of the peer.
         step: the run's cumulative steps at the tip.
         dealt: the samples for it to read, as stretches in reading order.
         batch_tokens: tokens per step.
@@ -142,7 +142,7 @@ class LocalStats:
     Attributes:
         steps: steps done, skipped ones included.
         tokens: predicted tokens.
-        seconds: their duration.
+        seconds: duration of these steps.
         skipped: steps that changed nothing because loss or gradient was not finite.
         loss: mean of the finite losses. None if there were none.
         cross_entropy: mean of the finite cross-entropies in nats per token. None if there were

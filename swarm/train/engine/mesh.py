@@ -122,7 +122,7 @@ class Cut:
         stages: stages of each rank. Every layer is in one stage.
         shares: each stage's part of the operations of a step. They sum to 1.
         slot: the slowest chunk's part of the operations. Without chunks, the slowest stage's part.
-        reason: in a sentence.
+        reason: reason of the cut, in a sentence.
     """
 
     stages: tuple[Stage, ...]
@@ -153,7 +153,7 @@ def flows_of(micro_batches: int, stages: int) -> tuple[int, ...]:
     So gradients are added up in the same order.
 
     Args:
-        micro_batches: of the pipeline, m.
+        micro_batches: number of micro-batches of the pipeline, m.
         stages: p.
     """
     if micro_batches % max(1, micro_batches // stages) == 0:
@@ -168,7 +168,7 @@ def cut_of(run: RunConfig, num_owned: int, stages: int, chunks: int = 1) -> Cut:
     Args:
         run: the model.
         num_owned: experts that the peer trains.
-        stages: at least one.
+        stages: number of stages, at least one.
         chunks: runs of layers that each stage has. With two stages of two chunks, the first stage
             has the first and third quarter of the layers. Each chunk has at least one layer.
     """

@@ -37,7 +37,7 @@ def update_bytes(rows: int, columns: int, itemsize: int) -> int:
     Args:
         rows: R.
         columns: C.
-        itemsize: of an element in the products: 4 on a CPU, 2 on a GPU.
+        itemsize: bytes of an element in the products: 4 on a CPU, 2 on a GPU.
     """
     side = min(rows, columns)
     return 4 * rows * columns + itemsize * (2 * rows * columns + 2 * side * side)

@@ -75,7 +75,8 @@ class OwnedOptimizer:
         leave are freed. Moments of new experts are zero.
 
         Args:
-            parameters: by name. Owned experts are stacks whose row k is expert `owned[k]`.
+            parameters: the parameters by name. Owned experts are stacks whose row k is expert
+                `owned[k]`.
             owned: the experts behind the stacks' rows.
         """
         old, old_owned = self._moments, self._owned

@@ -64,7 +64,7 @@ class Moments:
     """The moments of a parameter, as they are stored.
 
     Attributes:
-        form: their format.
+        form: format of the moments.
         parts: storage [R, X] by name: "exp_avg" and "exp_avg_sq" of AdamW, or "momentum" of Muon.
             In int8 also the scales of each moment, such as "exp_avg_scale" [R, blocks].
     """
@@ -148,8 +148,8 @@ class Moments:
         """Stores a piece, rounded to the format.
 
         Args:
-            row: of the piece.
-            part: of the row.
+            row: row of the piece.
+            part: part of the row that the piece is.
             values: values of the piece, each fp32 [x].
             seed: seed of the random directions in which bf16 is rounded.
             among: for a part of a longer piece: the part's start in that piece, and the piece's
@@ -173,7 +173,7 @@ class Update:
     """One update.
 
     Attributes:
-        settings: of the optimizer.
+        settings: settings of the optimizer.
         lr: the learning rate of AdamW's tensors.
         count: updates including this one, for bias correction.
     """
@@ -235,11 +235,11 @@ def update_piece(
 
     Args:
         master_x: the piece of the parameter.
-        gradient_x: its fp32 gradient.
+        gradient_x: fp32 gradient of the piece.
         moments: moments of the parameter; see `Moments.flat`.
-        piece: its place. `start` is a multiple of `BLOCK`.
+        piece: place of the piece. `start` is a multiple of `BLOCK`.
         update: lr and count.
-        direction_RC: of Muon, from `direction_of`. None to compute it here.
+        direction_RC: Muon's direction, from `direction_of`. None to compute it here.
 
     Raises:
         TrainingDiverged: see `update_matrix`.
@@ -285,7 +285,7 @@ def direction_of(piece: Piece, gradient_x: Tensor, moments: Moments) -> Tensor:
 
     Args:
         piece: the matrix.
-        gradient_x: its gradient, on any device.
+        gradient_x: gradient of the matrix, on any device.
         moments: moments of the parameter, perhaps on another device.
     """
     assert piece.matrix is not None, piece

@@ -65,7 +65,7 @@ class WorkersStats:
     """All ranks in some steps, with means over these steps.
 
     Attributes:
-        number: of ranks.
+        number: number of ranks.
         step_s: seconds of a step.
         shares: the part of a step's time of each kind of operation, mean over the ranks.
         bubble: part of a pipeline's time in which a stage computes nothing, mean over the ranks.
@@ -113,7 +113,7 @@ def folded(ranks: Sequence[RankFigures]) -> WorkersStats | None:
     """The figures of a peer's ranks. None for fewer than two ranks.
 
     Args:
-        ranks: in their order, all over the same steps.
+        ranks: figures of the ranks in order, all over the same steps.
     """
     if len(ranks) < 2:
         return None

@@ -255,7 +255,7 @@ class Ranks:
         Args:
             mine: the rows of this rank.
             count: number of micro-batches.
-            width: of a row.
+            width: numbers in a row.
             own: the micro-batches of these rows; None for this rank's block.
 
         Raises:

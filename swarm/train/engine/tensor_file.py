@@ -66,7 +66,7 @@ class TensorFile(LazyTensors):
     short, and StateError if the disk fails.
 
     Attributes:
-        file: of the tensors.
+        file: the file of the tensors.
     """
 
     def __init__(self, file: OpenFile, places: Mapping[str, Place]) -> None:

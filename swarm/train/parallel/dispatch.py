@@ -247,7 +247,7 @@ def dealt_square_sums(
 
     Args:
         model: model with the experts of this rank.
-        gradients: of its parameters, by name.
+        gradients: gradients of the model's parameters, by name.
         group: the ranks that share the experts; all of them call it.
 
     Raises:
@@ -344,7 +344,7 @@ def crossing_bytes(rows: float, model: ModelConfig, itemsize: int, *, again: boo
 
     Args:
         rows: (token, expert) pairs whose expert is on another rank.
-        model: its sizes.
+        model: sizes of the model.
         itemsize: bytes of the compute type.
         again: whether the layer is recomputed for backward.
     """

@@ -46,9 +46,9 @@ class TermsForm:
     fp32 holds the counts exactly below 2^24 tokens of a micro-batch.
 
     Attributes:
-        num_experts: of a layer.
+        num_experts: experts of a layer.
         top_k: experts of a token.
-        num_tokens: of a micro-batch.
+        num_tokens: tokens of a micro-batch.
         pairs: the most compared pairs of experts; 0 where none are measured.
     """
 

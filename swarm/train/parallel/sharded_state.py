@@ -124,7 +124,7 @@ class Cut:
         """Splits a piece where an update of the whole parameter would split it.
 
         Args:
-            piece: one of `pieces`.
+            piece: a piece from `pieces`.
             step: elements that the update takes at once.
 
         Yields:
@@ -212,7 +212,7 @@ class ShardedOptimizer(OwnedOptimizer):
         """Like `OwnedOptimizer`.
 
         Args:
-            settings: of the optimizer.
+            settings: settings of the optimizer.
             form: form of the moments.
             compute: type of all matrix products.
             ranks_of: returns the ranks that hold the same parameter.

@@ -399,7 +399,7 @@ def sums_bytes(tokens: int, model: ModelConfig, itemsize: int, ways: int, *, aga
 
     Args:
         tokens: tokens of the micro-batch.
-        model: its sizes.
+        model: sizes of the model.
         itemsize: bytes of the compute type.
         ways: ranks that share the micro-batch.
         again: whether the layer is recomputed for backward.

@@ -264,7 +264,7 @@ class Part:
     """A safetensors file, whole and durable.
 
     Attributes:
-        name: in the folder of parts.
+        name: name of the file in the folder of parts.
         num_bytes: size of the file.
         digest: BLAKE3 of it, in hex.
     """

@@ -115,7 +115,7 @@ class Places:
         bus: makes the copies.
         sources: the units by name.
         new_place: makes a place for a layer.
-        num_layers: of the model.
+        num_layers: number of layers of the model.
         resident_layers: number of layers with a place of their own.
     """
 

@@ -272,7 +272,7 @@ class Buffers:
         units: all units, in the order of the forward pass.
         shared: how many buffers the layers share; 0 gives each layer its own.
         memory: where gradients lie.
-        pinned: for a GPU.
+        pinned: whether the memory is pinned, for a GPU.
     """
 
     def __init__(

@@ -110,9 +110,9 @@ class HostUnit:
 
     Attributes:
         name: "embedding", "layer.3" or "head".
-        packing: of the masters.
+        packing: packing of the masters.
         masters: fp32 views by parameter name; owned experts as stacks.
-        wire_packing: of the copy for the device, whose matrices have the compute type.
+        wire_packing: packing of the copy for the device, whose matrices have the compute type.
         version: rises with every submitted change, before that is made.
         pending: the unfinished update of this process's share.
     """
@@ -135,8 +135,8 @@ class HostUnit:
             run: the model and the optimizer's settings.
             compute: type of matrices in the copy for the device.
             form: form of the moments.
-            pinned: for a GPU.
-            memory: for everything that it allocates.
+            pinned: whether the memory is pinned, for a GPU.
+            memory: memory for everything that the unit allocates.
             finished_R: int64, in that memory: the number of updates that each process has finished.
         """
         self.name, self._run, self._compute, self._pinned = name, run, compute, pinned
@@ -239,7 +239,7 @@ class HostUnit:
         """Computes Muon's directions for the matrices of this process, for the next update.
 
         Args:
-            gradients: of all parameters of the unit, on the device that computes.
+            gradients: gradients of all parameters of the unit, on the device that computes.
             scale: the factor that the gradients still contain.
         """
         self.settle()
@@ -303,7 +303,7 @@ class FrozenUnit:
     It is sparse: elements that were never written take no space, except one block.
 
     Attributes:
-        packing: of the stacks' parts.
+        packing: packing of the stacks' parts.
         buffer: the copy for the device. On disk it lacks lent experts, which only `fill` gives.
         version: rises with every change.
     """
@@ -436,7 +436,7 @@ class HostStore:
         frozen: frozen experts by layer.
         biases: selection bias of each layer's router; none for a softmax router.
         owned: experts that are trained.
-        memory: for everything except the biases; each process has its own biases.
+        memory: memory for everything except the biases; each process has its own biases.
         tied: whether the head is the embedding.
     """
 

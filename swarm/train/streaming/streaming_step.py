@@ -199,7 +199,7 @@ class Pass:
             layer: number of the layer.
             dx: gradients at the layer's output, by micro-batch. Replaced by the gradients at its
                 input.
-            positions: of all micro-batches.
+            positions: the positions of all micro-batches.
 
         Returns:
             The layer's gradients, added up.

@@ -239,7 +239,7 @@ def interface_of(address: str) -> str | None:
     """The network interface with an IPv4 address, for torch's connections. None if none has it.
 
     Args:
-        address: of this machine.
+        address: an address of this machine.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -355,7 +355,7 @@ def introduce(wire: Wire, key: bytes, hello: Message) -> None:
     Raises:
         Refused: one side does not hold the key, or has another version.
         Closed: the controller does not answer.
-        BadMessage: its answer is no proof.
+        BadMessage: the answer of the controller is no proof.
     """
     end_s = time.monotonic() + HANDSHAKE_S
     limit, wire.limit = wire.limit, MAX_STRANGER_BYTES

@@ -73,7 +73,7 @@ class WorkerProcess(Member):
 
         Args:
             rank: rank of the worker.
-            threads: its CPU threads.
+            threads: CPU threads of the worker.
             interface: network interface for meeting the others. None leaves the choice to torch.
 
         Raises:

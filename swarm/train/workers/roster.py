@@ -27,7 +27,7 @@ class Node:
         workers: processes that the node would start.
         gpus: GPUs that PyTorch finds on the node.
         rank: the rank that a launcher gave the node's process; None without a launcher.
-        versions: of swarm and torch.
+        versions: the node's versions of swarm and torch.
     """
 
     workers: int
@@ -187,7 +187,7 @@ def address_of(text: str, source: str) -> tuple[str, int]:
     """Host and port of HOST:PORT.
 
     Args:
-        text: with an IPv4 address or a name. The port may be left out.
+        text: HOST:PORT. The host is an IPv4 address or a name. The port may be left out.
         source: the option that a person would change.
 
     Raises:

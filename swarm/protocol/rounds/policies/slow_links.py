@@ -245,7 +245,7 @@ class Loads:
 
     Attributes:
         plan: the plan of the roster.
-        waiting: the voters whose shared tensors are in it.
+        waiting: the voters whose shared tensors are in the plan.
     """
 
     def __init__(
