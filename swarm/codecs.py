@@ -215,7 +215,7 @@ def check_update(
 def guarded(
     layout: UnitLayout, content: Content, base: Read, *, absolute: float, relative: float
 ) -> Content:
-    """The same content, which raises BadBlob while it is read, as `check_update` does."""
+    """The same content, but reading it raises BadBlob where `check_update` would."""
     return Content(content.num_bytes, lambda: _beyond(layout, content, base, absolute, relative))
 
 

@@ -198,7 +198,7 @@ def run(swarm: LocalSwarm, recorder: Recorder, hours: float, say: Callable[[str]
 
 
 def watched(swarm: LocalSwarm, recorder: Recorder, hours: float, say: Callable[[str], None]) -> str:
-    """As `run`.
+    """Does the same as `run`.
 
     An error after the first sample counts as a reason too, so the figures are shown.
     """

@@ -52,8 +52,8 @@ MODES = {
     "server": Mode(Setting("fp32", "fp32"), server="same"),
     "server-fast": Mode(Setting("fp32", "fp32"), server="datacentre"),
 }
-"""By the name for --mode. Slices have shared b2 in each of five rounds, and experts b1 in one.
-Overlapped is the same with steps during the rounds."""
+"""The modes by their names for --mode. Slices have shared b2 in each of five rounds, and experts b1
+in one. Overlapped is the same as slices, with steps during the rounds."""
 MEASURED_LINKS = ("100mbit,100ms", "100/20mbit,100ms", "home-world")
 MAIN = (
     *((mode, MEASURED_LINKS[0]) for mode in MODES),
@@ -356,7 +356,7 @@ def figures_of(
 
 
 def served_figures(lines: Sequence[Mapping[str, float]], sizes: Sizes, cycles: int) -> PeerFigures:
-    """The same for a peer of a parameter server, from its process's output."""
+    """Figures as in `figures_of`, of a peer of a parameter server, from its process's output."""
     counted = lines[1 : cycles + 1]
     wall_s = mean(line["wall_s"] for line in counted)
     computing = mean(line["computing_s"] for line in counted)

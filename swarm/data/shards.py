@@ -211,7 +211,7 @@ class Prepared:
     pack: int | None = None
 
     def open(self, tokenizer: Tokenizer) -> Shards:
-        """Its shards, every byte checked.
+        """The shards of this folder, every byte checked.
 
         Raises:
             DataError: another tokenizer made the shards, or they are damaged. The error names the
@@ -226,7 +226,7 @@ class Prepared:
         return self.opened()
 
     def opened(self) -> Shards:
-        """Its shards, every byte checked, whichever tokenizer made them.
+        """The shards of this folder, every byte checked, whichever tokenizer made them.
 
         Raises:
             DataError: they are damaged.

@@ -26,7 +26,8 @@ class Happened:
         kind: see `fault_plan`.
         peers: numbers of the peers that it hit.
         at_s: time of the fault, seconds since 1970.
-        until_s: when it was undone, for example by a restart of the peer. None if never.
+        until_s: time when the fault was undone, for example by a restart of the peer. None if it
+            never was.
         role, phase: where a trap caught the peer. None without a trap.
     """
 

@@ -66,7 +66,7 @@ class Documents(NamedTuple):
     place_N: Tensor
 
     def to(self, device: torch.device) -> Documents:
-        """These documents on a device."""
+        """The same documents, with tensors on the given device."""
         return Documents(
             self.widths,
             self.token_M.to(device, non_blocking=True),

@@ -46,7 +46,7 @@ class Stage:
 
     @property
     def chunks(self) -> tuple[Stage, ...]:
-        """Its runs of consecutive layers, each as a separate stage."""
+        """The stage's runs of consecutive layers, each as a separate stage."""
         starts = [layer for layer in self.layers if layer - 1 not in self.layers]
         stops = [layer + 1 for layer in self.layers if layer + 1 not in self.layers]
         runs = zip(starts, stops, strict=True)

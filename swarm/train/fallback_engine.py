@@ -89,8 +89,8 @@ class SteppingEngine:
             run: the model.
             options: options of the first engine.
             below: options of the engines that may follow, in order.
-            folder: on a disk with room for a state that moves to the next engine. None for the
-                system's folder for temporary files.
+            folder: a folder on a disk with room for a state that moves to the next engine. None for
+                the system's folder for temporary files.
             fits: predicts whether an engine fits. Called before more experts are owned.
 
         Raises:

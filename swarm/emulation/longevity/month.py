@@ -40,7 +40,7 @@ from swarm.network.wire.streams import Handlers
 
 DAY_S = 86_400.0
 HEAL_LOOK_EVERY_S = 30.0
-"""In place of 2 s, because what a look decides happens at most every 30 s."""
+"""In place of 2 s, because a look decides something at most every 30 s."""
 
 
 class Said(logging.Handler):

@@ -134,7 +134,7 @@ def patiently(
 
 
 async def patiently_async(write: Callable[[], Awaitable[Result]], what: str) -> Result:
-    """The same as `patiently`, in a loop."""
+    """Does the same as `patiently`, for a coroutine in an asyncio loop."""
     with _Tries(what) as tries:
         while True:
             try:

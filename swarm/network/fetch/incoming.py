@@ -129,7 +129,7 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Its size, as far as the blob's size is known."""
+        """Size of the piece, as far as the blob's size is known."""
         return max(0, min(PIECE_BYTES, self.blob.num_bytes - self.number * PIECE_BYTES))
 
     def __str__(self) -> str:

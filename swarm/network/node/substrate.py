@@ -45,7 +45,7 @@ class Opening:
     """The inputs that all runs of the daemon share.
 
     Attributes:
-        identity: the same in all runs.
+        identity: this peer's identity, the same in all runs.
         network: the person's settings.
         traffic: counters.
         register: makes this peer's handlers known to a new daemon, before the DHT is up.

@@ -376,7 +376,7 @@ def _wants(
 
 
 def _relayed(want: Want, relays: Sequence[PeerId], shown: Shown) -> Want:
-    """The same want with relays as the only sources; others are added after `RELAYED_S`."""
+    """The same want, with relays as its only sources; after `RELAYED_S`, with the others too."""
     others = want.sources if shown.age_s(want.digest) >= RELAYED_S else ()
     return replace(want, sources=tuple(dict.fromkeys([*relays, *others])))
 

@@ -198,7 +198,7 @@ class LinkHealth:
             self.when_cut()
 
     def hearing(self, handler: OnMessage | None) -> OnMessage | None:
-        """The same handler of messages, which also notes that their senders were heard."""
+        """Makes from a handler of messages one that also notes that their senders were heard."""
         if handler is None:
             return None
 

@@ -97,7 +97,7 @@ class Stamp:
     """Distinguishes an envelope from all others of its sender to one destination.
 
     Attributes:
-        sealed_ms: when it was sealed, by the DHT's clock, in milliseconds since 1970.
+        sealed_ms: time of sealing by the DHT's clock, in milliseconds since 1970.
         number: number of the previous envelope plus one. The first number after a start is the time
             in microseconds, so that numbers of a later start are higher.
     """

@@ -32,7 +32,7 @@ NEAR_S = 1.0
 SLEW = 500e-6
 """Seconds per second by which this clock moves to its goal; more than any drift."""
 FAST_SLEW = 0.1
-"""The same rate after a jump of the wall clock to a time that another member has."""
+"""In place of `SLEW` after a jump of the wall clock to a time that another member has."""
 HIVEMIND = (timed_storage, protocol, routing, node)
 """hivemind's modules that read the time; each has the function as `get_dht_time`."""
 

@@ -197,7 +197,7 @@ class Handlers:
 
     Attributes:
         on_message: gets the payload, and the sender's peer id as libp2p or a signature proved it.
-        on_request: the same, and returns the answer, at most 1 MB.
+        on_request: gets the same, and returns the answer, at most 1 MB.
         streams: handlers of the bulk protocols.
         ledger: limits the cost of other peers; the caller sets its members.
     """

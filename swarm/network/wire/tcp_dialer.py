@@ -348,7 +348,7 @@ class TcpDialer:
 
 
 def impatient(connection: socket.socket) -> socket.socket:
-    """The same socket, changed to raise TimeoutError once the link proves to be cut."""
+    """Returns the same socket, changed to raise TimeoutError once the link proves to be cut."""
     with suppress(OSError, AttributeError):  # only Linux has it
         limit_ms = int(1e3 * UNACKED_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)

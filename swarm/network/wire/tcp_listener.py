@@ -264,7 +264,7 @@ def port_beside(network: NetworkSection) -> int:
 
 
 def tuned(connection: socket.socket) -> socket.socket:
-    """The same socket, non-blocking, with little unsent data in the kernel."""
+    """Returns the same socket, now non-blocking and with little unsent data in the kernel."""
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with suppress(OSError, AttributeError):

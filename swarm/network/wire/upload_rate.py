@@ -188,7 +188,7 @@ class UploadRate:
         return self.mbit_since(-inf)
 
     def mbit_since(self, since_s: float) -> float | None:
-        """The same rate, from windows after this time only."""
+        """The rate as in `mbit`, but only from windows after this time."""
         return self._rates.high(self._clock(), since_s)
 
     def shown_since(self, since_s: float) -> float | None:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 GAIN = 0.9
 """More threads are used if a step then takes at most this share of the time with fewer."""
 GAIN_TO_STAY = 0.95
-"""The same limit for the number in use, so that noise does not change the choice."""
+"""In place of `GAIN` for the number in use, so that noise does not change the choice."""
 BUSY_SHARE = 0.8
 """If a thread gets less of a core than this, other programs use the core too."""
 PASSES = 5

@@ -105,7 +105,7 @@ def this_machine(compute: ComputeSection, folder: Path) -> Machine:
 
     Args:
         compute: device and the memory that may be used.
-        folder: on the disk of the state directory; it may not exist yet.
+        folder: a folder on the disk of the state directory; it may not exist yet.
     """
     device = device_of(compute.device)
     while not os.path.exists(folder):  # also where access is denied

@@ -301,7 +301,7 @@ def nodes_of(
     Args:
         compute: the person's decisions.
         plan: plan of the engine of each worker.
-        folder: the run's, in the state directory.
+        folder: folder of the run, in the state directory.
         place: where the workers of this machine compute.
         remaining_s: longest wait for these machines in seconds, from now on.
 
@@ -342,7 +342,7 @@ def parallel_engine(
     Args:
         run: what is trained.
         plan: plan of the engine of each worker.
-        folder: the run's, with the private state.
+        folder: folder of the run, with the private state.
         place: where the workers of this machine compute.
         nodes: accepts workers of other machines; None for none. Closed with the engine.
         remaining_s: longest time in seconds for starting workers, from now on.

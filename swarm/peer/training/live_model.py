@@ -80,7 +80,7 @@ def put_aside(
 
 
 def _in_fp32(layout: UnitLayout) -> UnitLayout:
-    """The same elements in fp32, the type of the masters."""
+    """The layout with the same elements in fp32, the type of the masters."""
     num_bytes = layout.num_elements * ELEMENT_BYTES["fp32"]
     return replace(layout, codec="fp32", num_bytes=num_bytes)
 

@@ -79,7 +79,7 @@ class BackgroundWork(Generic[Result]):
     def __init__(self) -> None:
         self._thread: Joinable | None = None
         self._is_running = False
-        """Also read by the task, which may run before `_thread` is set."""
+        """The task reads this too, which may run before `_thread` is set."""
         self._owner, self._is_calling = 0, False
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._result: Result | None = None

@@ -182,7 +182,7 @@ class Search:
     owners: tuple[PeerId, ...]
     """The other peers that owned the expert before."""
     givers: tuple[PeerId, ...]
-    """These owners, without those from which a blob could not be fetched."""
+    """The `owners`, except those from which a blob could not be fetched."""
     until_s: float
     source: PeerId | None = None
     """The peer from which the moments are being fetched."""

@@ -25,11 +25,11 @@ class FetchAttempts:
     """Failed attempts to fetch one manifest. Times are seconds of one monotonic clock.
 
     Attributes:
-        begin_s: when the first attempt began.
+        begin_s: time when the first attempt began.
         most_bytes: the most bytes that were here after any attempt.
-        moved_s: when `most_bytes` last rose.
+        moved_s: time when `most_bytes` last rose.
         failures: attempts in a row that brought no new bytes.
-        next_s: when the next attempt begins.
+        next_s: time when the next attempt begins.
         whole_s: how long the state may take to become whole.
         longest_rest_s: the longest rest between two attempts.
     """

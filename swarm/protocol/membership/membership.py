@@ -182,7 +182,7 @@ class Membership:
     """The members of the next manifest, and why members joined, left or changed."""
 
     members: dict[PeerId, Member]
-    """In peer-id order."""
+    """The members in peer-id order."""
     reasons: tuple[str, ...]
     invited: dict[PeerId, Credential] = field(default_factory=dict)
     """Credentials of peers that vote by invitation, in peer-id order."""

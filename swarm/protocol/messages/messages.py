@@ -175,7 +175,7 @@ class Evidence(schemas.OnWire):
     """The signed statements behind the manifest of a round [A6]. Travels as a blob."""
 
     declared: Mapping[schemas.PeerText, DeclaredText]
-    """From every member that the convener heard, and from the strangers that it admits."""
+    """Declarations of every member that the convener heard, and of the strangers that it admits."""
     able: Uplinks
     """The possible reducers, in peer-id order, with the uplinks by which units were assigned.
     Nothing proves these claims of the convener."""
@@ -206,7 +206,7 @@ class Link(schemas.OnWire):
     certificate: Certificate | None = None
     """None where a proof begins."""
     parent: schemas.NamedHead | None = None
-    """Its parent's head, unless that is the link before."""
+    """The head of the parent of `head`, unless the previous link already has it."""
     alike: Annotated[bool, Field(exclude_if=operator.not_)] = False
     """Whether all heads between the previous link and this link have the previous link's voters.
     Left out of the JSON if false."""

@@ -93,7 +93,7 @@ class RoundFigures(Strict):
     counted: bool
     """Whether its work is in the mean."""
     seconds: Amount
-    """From the previous manifest until this one was applied."""
+    """Time from the previous manifest until this one was applied."""
     phases: Annotated[Mapping[Word, Amount], Field(max_length=8)]
     """Seconds in each phase, by its name."""
     blob_bytes_sent: Count
@@ -120,13 +120,13 @@ class WorkersFigures(Strict):
     """Part of a pipeline's time in which a stage computes nothing, mean over the stages; None
     without a pipeline."""
     expected: Amount | None
-    """The same share if all stages took equally long."""
+    """The value that `bubble` would have if all stages took equally long."""
     idle: Annotated[tuple[Worker, ...], Field(max_length=MAX_IDLE)]
     """Workers that had fewer micro-batches than others."""
     slowest: Worker | None
     """The worker that computes longest; None if none stands out."""
     why: Brief
-    """What is known of the reason; "" if none stands out."""
+    """The known reasons why it is slow; "" if no worker stands out."""
 
 
 class Silence(Enum):
@@ -146,7 +146,8 @@ class LinkFigures(Strict):
     """Lower quartile of the day's fetches of over 1 MiB; before the first fetch, the rate measured
     when joining."""
     up_mbit: Amount | None
-    """From tests of the last day, and rates at which others have received since; None: unknown."""
+    """From tests of the last day, and from the rates at which others have received since then; None
+    if unknown."""
     unreached: Annotated[Mapping[Id, Silence], Field(max_length=MAX_UNREACHED)]
     """Peers to which the last messages in a row were lost."""
 
@@ -258,7 +259,7 @@ class PeerRecord(Strict):
     manifest_digest: Hex
     """Digest of the peer's tip."""
     owned_experts: Annotated[tuple[Expert, ...], Field(max_length=1024)]
-    """Its experts by its tip, ascending."""
+    """The experts that the peer owns by its tip, ascending."""
     step: Count
     """Step of the run, with the peer's own steps since its tip added."""
     tokens: Count

@@ -99,7 +99,7 @@ class Pace:
         Args:
             num_bytes: bytes that came.
             flowing_s: seconds in which the bytes came, see `STALL_S`.
-            at_s: when it ended.
+            at_s: time when the fetch ended.
         """
         if num_bytes >= 2**20 and flowing_s > 0:
             self._rates.add(num_bytes / flowing_s, at_s)

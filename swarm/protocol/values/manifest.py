@@ -157,8 +157,8 @@ class Member:
     """How many experts fit its machine, by its own declaration (expert ownership). Left out of the
     JSON if all fit."""
     weight: int = 1
-    """Its work may count like that of this many ordinary members, as an anchor decided (mean
-    weights, deal sizes). Left out of the JSON if 1."""
+    """The work of this member may count like that of this many ordinary members, as an anchor
+    decided (mean weights, deal sizes). Left out of the JSON if 1."""
 
 
 @dataclass(frozen=True)

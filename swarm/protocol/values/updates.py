@@ -35,8 +35,8 @@ it further, and garbage exceeds a bound by orders of magnitude."""
 ROUNDING: dict[Codec, float] = {"fp32": 2.0**-16, "bf16": 2.0**-6}
 """How far a value on the wire and its owner's master may differ, relative to the value."""
 REST: dict[Codec, float] = {"fp32": 2.0**-16, "bf16": 2.0**-8}
-"""The same difference in absolute terms, for a value that has since become small, for example by a
-merge."""
+"""The same difference as an absolute number, for a value that has since become small, for
+example by a merge."""
 IMPLAUSIBLE = "implausible_update"
 REFUSALS = frozenset({IMPLAUSIBLE, "non_finite", "out_of_range"})
 """Reasons to refuse a value that arrived whole; all other peers would refuse it too."""

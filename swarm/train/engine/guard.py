@@ -24,7 +24,7 @@ MEMORY = 0.98
 SQUARED = 2**16
 """Elements that a CPU converts to fp64 at a time; they fit its cache."""
 SQUARED_GPU = 2**24
-"""The same for a GPU: 128 MiB in fp64, so that few kernels are needed."""
+"""Elements that a GPU converts at a time: 128 MiB in fp64, so that few kernels are needed."""
 
 logger = logging.getLogger(__name__)
 

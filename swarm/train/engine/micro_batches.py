@@ -17,7 +17,7 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         tokens_BT1: the original tokens.
-        masked: on the device that computes.
+        masked: masks of the micro-batch, on the device that computes.
     """
 
     tokens_BT1: Tensor

@@ -50,12 +50,12 @@ class Piece:
 
     @property
     def in_row(self) -> slice:
-        """Its place in its row."""
+        """The place of the piece in its row."""
         return slice(self.start, self.stop)
 
     @property
     def in_whole(self) -> slice:
-        """Its place in the flattened parameter."""
+        """The place of the piece in the flattened parameter."""
         return slice(self.offset + self.start, self.offset + self.stop)
 
 

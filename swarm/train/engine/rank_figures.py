@@ -70,7 +70,7 @@ class WorkersStats:
         shares: the part of a step's time of each kind of operation, mean over the ranks.
         bubble: part of a pipeline's time in which a stage computes nothing, mean over the ranks.
             None without a pipeline.
-        expected: the same for stages of equal duration, by `bubble_of`.
+        expected: the value of `bubble` for stages of equal duration, by `bubble_of`.
         idle: ranks that computed fewer micro-batches than others.
         slowest: the rank that computes longest, if it stands out. None if all are alike.
         why: the reason, if known. "" if none stands out.

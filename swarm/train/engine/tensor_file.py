@@ -78,7 +78,7 @@ class TensorFile(LazyTensors):
         """An empty file without a name, which disappears with this object.
 
         Args:
-            folder: on the disk to use. None for the system's folder for temporary files.
+            folder: a folder on the disk to use. None for the system's folder for temporary files.
 
         Raises:
             StateError: it cannot be made.

@@ -47,7 +47,7 @@ class Rows:
         return cls(rows, received, computed, computed / experts)
 
     def crowded(self, more: float) -> Rows:
-        """The same with more rows for the rank's experts; 0.25 adds a quarter."""
+        """The same numbers with more rows for the rank's experts; 0.25 adds a quarter."""
         times = 1 + more
         return replace(
             self,

@@ -60,7 +60,7 @@ class StepTime:
         return computing + self.tokens + self.outputs + self.stream + self.sums
 
     def longest_part(self, than: StepTime) -> str:
-        """In words, the part that most exceeds the same part of the other step."""
+        """The part that most exceeds the same part of the other step, in words."""
         words = {
             "products": "layers are computed again",
             "waiting": "workers wait for each other",

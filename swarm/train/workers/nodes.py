@@ -109,7 +109,7 @@ class Nodes:
     """Listens for nodes. Separate threads admit nodes.
 
     Attributes:
-        port: where it listens.
+        port: the port on which it listens.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Nodes:
             address: host and port. Port 0 takes a free one.
             key: the key that nodes must hold.
             wanted: the numbers of workers.
-            device: on which they compute.
+            device: the device on which workers compute.
             wait_s: longest wait of `called` for all workers.
             remaining_s: most seconds of waiting from now on. 0 or less once a leaving peer must
                 end.

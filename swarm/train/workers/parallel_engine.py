@@ -58,8 +58,8 @@ class ParallelEngine:
             options: options of each worker: first the options to begin with, then those to step
                 down to, in order.
             start: starts workers.
-            folder: on a disk with room for the commands that new workers must repeat. None for the
-                system's folder for temporary files.
+            folder: a folder on a disk with room for the commands that new workers must repeat. None
+                for the system's folder for temporary files.
             saved: the saved private state. None if none is saved.
             patience: time limits of commands.
             ending: called at the end of `close`, after the workers have ended.

@@ -90,8 +90,8 @@ class Wanted:
     """The numbers of workers that a peer wants.
 
     Attributes:
-        here: on its own machine, at least 1.
-        elsewhere: on nodes.
+        here: workers on the peer's own machine, at least 1.
+        elsewhere: workers on nodes.
         unit: a smaller number of workers must be a multiple of this.
     """
 

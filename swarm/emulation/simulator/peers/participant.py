@@ -45,7 +45,7 @@ class Character:
     up_bytes_per_s: float = inf
     down_bytes_per_s: float = inf
     clock_s: float = 0.0
-    """Its monotonic clock at the beginning of the schedule."""
+    """The peer's monotonic clock at the beginning of the schedule."""
     rooms: tuple[int, ...] = (ALL_EXPERTS,)
     """Numbers of experts that fit the machine, one per start. The last number also holds later."""
     network: str | None = None

@@ -46,7 +46,7 @@ class Word:
     """A member's estimate (its word) of when its local steps will end."""
 
     total_s: float
-    """From the tip to the end of its steps."""
+    """Time from the tip to the end of the member's steps."""
     overdue_s: float
     """Time since its steps should have ended; negative before."""
 
