@@ -194,9 +194,9 @@ def check_chunk(layout: UnitLayout, start: int, chunk: Tensor) -> None:
 def check_update(
     layout: UnitLayout, content: Content, base: Read, *, absolute: float, relative: float
 ) -> None:
-    """Refuses a unit's bytes that local steps cannot have made. One pass, one piece in memory.
+    """Refuses a unit's bytes that local steps cannot have made, in one pass.
 
-    Each operation is rounded separately, so all machines judge alike.
+    Memory holds one piece. Each operation is rounded separately, so all machines judge alike.
 
     Args:
         layout: layout of the unit.
@@ -252,7 +252,9 @@ def check_moves(
 
 
 def check_moments(layout: UnitLayout, content: Content) -> None:
-    """Refuses a moments blob that no honest peer would send. Two passes, one piece in memory.
+    """Refuses a moments blob that no honest peer would send.
+
+    It takes two passes, and memory for one piece.
 
     Raises:
         BadBlob: as `check_finite`, or `negative_moment`, since a second moment is a mean of

@@ -63,7 +63,7 @@ def older(path: Path) -> Path:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """The lines of a file that `append_lines` bounds, oldest first. None if the file is missing.
+    """The lines of a file that `append_lines` bounds, oldest first. A missing file has no lines.
 
     Raises:
         OSError: the disk refused.

@@ -528,7 +528,7 @@ def record_rows(swarm: Swarm) -> list[dict[str, Any]]:
 
 
 def dht_rates(num_peers: int, peer_bytes: int, run_bytes: int) -> dict[str, float]:
-    """Bytes per second each way of a peer that publishes both records and reads the others'."""
+    """Bytes per second each way of a peer that publishes both records and reads those of others."""
     holders = min(REPLICAS, num_peers - 1)
     search = min(VISITED, num_peers - 1) * (
         ASK_BYTES + min(VISITED, num_peers - 2) * NEIGHBOUR_BYTES

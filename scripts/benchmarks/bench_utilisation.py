@@ -111,7 +111,7 @@ SERVER_PORT = 7070
 
 
 def line_of(name: str) -> Link:
-    """A link by its name or rates."""
+    """The link with this name or these rates."""
     rates = link_named(name)
     return LINKS.get(name) or Link(rates.up_mbit, rates.down_mbit, rates.rtt_ms, rates.loss_pct)
 

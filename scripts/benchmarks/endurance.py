@@ -59,7 +59,7 @@ class Sample:
     """Seconds since the swarm started."""
     peer: int
     process: str
-    """`peer`, or `daemon`."""
+    """Kind of the process: `peer` or `daemon`."""
     rounds: int
     rss_bytes: int
     descriptors: int

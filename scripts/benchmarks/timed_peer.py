@@ -25,9 +25,10 @@ from swarm.train.engine.engine_options import EngineOptions
 from swarm.train.engine.resident import ResidentEngine
 
 STEP_VARIABLE = "SWARM_TIMED_STEP_S"
-"""Seconds of a local step."""
+"""Environment variable with the seconds of a local step."""
 FOLDER_VARIABLE = "SWARM_TIMED_FOLDER"
-"""The file in which each peer writes a line of JSON for each applied manifest."""
+"""Environment variable with a folder. In it, each peer writes a file with a line of JSON for each
+applied manifest."""
 
 
 class TimedEngine(ResidentEngine):

@@ -64,7 +64,7 @@ MAIN = (
 
 @dataclass(frozen=True)
 class Model:
-    """A real run with the wanted ratio: its file, and GPUs of a peer."""
+    """A real run with the wanted ratio: its run file, and the number of GPUs of a peer."""
 
     file: str
     gpus: int
@@ -79,7 +79,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Planned:
-    """Seconds of a cycle, and the share of computing."""
+    """Seconds of a cycle, and the share of them in which steps are computed."""
 
     cycle_s: float
     utilisation: float

@@ -22,7 +22,7 @@ CODING_BYTES: dict[str, float] = {"fp32": 4.0} | {
 }
 """Bytes of an element: fp32 and bf16 for values, the others for codings of differences."""
 EXACT_BYTES = 4
-"""Norms and routers travel in fp32."""
+"""Bytes of an element of norms and routers, which travel in fp32."""
 SEGMENT_BITS = 1460 * 8
 
 

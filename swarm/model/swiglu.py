@@ -129,7 +129,7 @@ def blocks(plan: Plan, *, grouped: bool) -> Iterator[Block]:
 
 
 def _runs(plan: Plan, low: int, high: int, most_rows: int) -> Iterator[tuple[int, int]]:
-    """Cuts groups into runs with a limit of rows, but at least one group."""
+    """Cuts groups into runs. A run has at most `most_rows` rows, unless it is a single group."""
     first = low
     for group in range(low, high):
         if group > first and plan.starts[group + 1] - plan.starts[first] > most_rows:

@@ -212,7 +212,7 @@ def _longest(row: PeerRow) -> str:
 
 
 USUAL_ROUNDS = 20
-"""Number of rounds whose median is the usual round."""
+"""The usual round is the median of this many rounds."""
 STALLED_TIMES = 3.0
 STALLED_S = 60.0
 """A run stalls if its round exceeds both `STALLED_TIMES` usual rounds and `STALLED_S` seconds."""

@@ -1,7 +1,8 @@
 """Checks that a month changes nothing: sizes, files, timers, threads and rates stay as they were.
 
 Sizes are sampled through the month, and the last quarter is compared with the second. A bounded
-size has reached its bound in the second quarter. A size that grows with time doubles after it.
+size has reached its bound in the second quarter. A size that grows with time about doubles between
+these quarters.
 """
 
 from __future__ import annotations

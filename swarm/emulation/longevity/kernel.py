@@ -596,7 +596,7 @@ def running_world() -> VirtualLoop:
 
 
 def enter_world(loop: VirtualLoop) -> None:
-    """Makes a loop that of the month that runs now."""
+    """Makes `loop` the loop of the month that runs now."""
     _world.append(loop)
 
 

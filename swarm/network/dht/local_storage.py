@@ -56,7 +56,7 @@ OWN = "own"
 
 Place = tuple[DHTID, bytes]
 Origin = tuple[str, str]
-"""The network from which a record was stored, and its owner."""
+"""The network from which a record was stored, and the record's owner."""
 Name = TypeVar("Name", str, Origin)
 
 

@@ -81,7 +81,7 @@ class FlowOwner(Protocol):
 
 
 class Flow:
-    """One stream; `run` until there are no more pieces to request.
+    """One stream. `run` lasts until there are no more pieces to request.
 
     Attributes:
         peer: the serving peer.

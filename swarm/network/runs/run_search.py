@@ -64,7 +64,7 @@ def is_forestalled(
 
 
 RUN_QUESTION = b"run"
-"""Asks a peer which run it is in; the answer is its `RunRecord`, or `preparing`, or nothing."""
+"""Asks a peer for its run; the answer is the peer's `RunRecord`, or `preparing`, or nothing."""
 POLL_S = 0.3
 ASK_S = 3.0
 ALONE_S = 0.5

@@ -159,7 +159,7 @@ def _tensors(
 
 
 def _dealings(compute: ComputeSection, workers: int, num_experts: int) -> tuple[int, ...]:
-    """Possible numbers of workers over which experts are dealt; raises as `meshes_of`."""
+    """Possible numbers of workers over which experts are dealt; raises errors like `meshes_of`."""
     asked = compute.expert_parallel or int(compute.pipeline > 1)
     if asked > 1 and (workers == 0 or workers % asked or asked > num_experts):
         raise ConfigError(

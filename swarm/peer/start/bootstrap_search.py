@@ -22,7 +22,7 @@ once."""
 
 
 async def runs_there(host: Host, run_id: str) -> bool:
-    """Whether peers at the given addresses are in the run on disk, as far as they answer.
+    """False if peers at the given addresses are in other runs, and none is in the run on disk.
 
     Args:
         host: host of this peer, which has a run on disk.

@@ -247,9 +247,9 @@ class Offering:
         Keeps blobs that an adoption may need.
 
         Args:
-            tip: the tip on which it is offered.
-            unit: trained here.
-            base: the agreed value from which it was trained.
+            tip: the tip on which the unit is offered.
+            unit: a unit that this peer trains.
+            base: the agreed value from which the unit was trained.
             tokens: tokens of the local steps since the tip.
         """
         layout, named = self.model.agreed.layout.by_unit[unit], self._named.get(unit)

@@ -497,7 +497,7 @@ class Chain:
 
 
 def _open_from(links: Sequence[Link], at: int) -> int:
-    """The first link from which on, up to `at`, the voters of all heads are known."""
+    """The first link such that the voters of all heads from it up to `at` are known."""
     at = max(at, 0)
     while at and _is_open(links[at - 1], links[at]) and _may_step(links[at - 1], links[at]):
         at -= 1
@@ -505,7 +505,7 @@ def _open_from(links: Sequence[Link], at: int) -> int:
 
 
 def closed(kept: Sequence[Link], new: Sequence[Link]) -> list[Link]:
-    """New links. A parent's head that is the link before is dropped, except from reforms."""
+    """New links without the heads of parents that the link before already has, except in reforms."""
     before = kept[-1].head if kept else None
     lone = []
     for link in new:

@@ -263,7 +263,7 @@ class PeerRecord(Strict):
     step: Count
     """Step of the run, with the peer's own steps since its tip added."""
     tokens: Count
-    """Trained by this peer since it joined."""
+    """Tokens that this peer has trained since it joined."""
     loss: Real | None
     """Mean training loss of its last local steps, in nats per token."""
     val_loss: Real | None

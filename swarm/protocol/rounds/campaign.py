@@ -77,7 +77,7 @@ class Estimate:
 
     due_at: float
     total_s: float
-    """How long the steps will have taken when they end."""
+    """Time from the beginning of the steps to their expected end."""
     final_at: float
     """The member may change its estimate until this time, which is half of its first estimate."""
 

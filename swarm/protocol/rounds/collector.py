@@ -221,7 +221,7 @@ class Collector(Role):
         return self.standing.decides_alone or roster_deadline.is_patient(self.tip.round + 1)
 
     def _is_new(self, peer: PeerId) -> bool:
-        """Whether a peer is a trainee that the tip did not count, in an impatient round."""
+        """Whether the round is impatient and the peer is a trainee that the tip did not count."""
         is_known = peer in self.standing.electorate() or peer in self.tip.contributors
         return not is_known and not self._is_patient()
 

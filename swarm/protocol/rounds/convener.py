@@ -140,7 +140,7 @@ class Convener(Role):
             self.proposer.decide(campaign)
 
     def _collected(self, campaign: Campaign) -> Value | None:
-        """A value to propose without a roster. If there is none, closes the roster if due."""
+        """A value that needs no roster. If there is none, closes the roster if due."""
         promises = self.phase1.promises(campaign)
         if promises is None:
             return None

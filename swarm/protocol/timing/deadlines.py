@@ -36,7 +36,7 @@ class Timers:
     silence_s: float = 6.0
     """A roster does not wait for a missing peer that was silent for this long."""
     roster_s: float = 6.0
-    """T_roster: a roster may close without slow peers once the campaign is this old."""
+    """T_roster: once a campaign is this old, its roster may close without slow peers."""
     straggler_factor: float = 1.5
     """Local steps may take this multiple of the time that their peer first announced."""
     roster_late_s: float = 14.0

@@ -1,7 +1,7 @@
 """Local progress that the tip does not count yet.
 
-This module has the samples that a peer reads in a round, its early offers (overlapped rounds,
-overlap accounting), and the part of a private state that is still valid after a crash [P6] (merge
+This module computes which samples a peer reads in a round, its early offers (overlapped rounds,
+overlap accounting), and which part of a private state is still valid after a crash [P6] (merge
 rebase, shared progress).
 """
 

@@ -416,7 +416,7 @@ class Training:
         return True
 
     def _book_start(self, saved: SavedWork | None, manifest: Manifest, adoption: Adoption) -> None:
-        """Like `_book_ahead`, for the offer in flight when this peer stopped."""
+        """Like `_book_ahead`, for an offer that was in flight when this peer stopped."""
         if saved is None or not self.rules.overlaps:
             return
         follows = manifest.parent == saved.base_tip

@@ -99,8 +99,8 @@ Counts = Mapping[PeerId, int]
 MAX_SAMPLES = 2**62
 """Samples are numbered below this."""
 MAX_HOLES = 2**16
-"""More holes are refused. In random histories with dozens of leaving members, N members had at most
-3 N holes."""
+"""Most holes of a book; more are refused. In random histories with dozens of leaving members, N
+members had at most 3 N holes."""
 
 
 @dataclass(frozen=True)

@@ -373,7 +373,7 @@ class FrozenUnit:
         return self._folder is not None
 
     def get(self, expert: int, projection: str) -> Tensor:
-        """One matrix, in the form of `FrozenStack.get`; read-only."""
+        """One matrix, read-only, in the same form as from `FrozenStack.get`."""
         lent = self._lent.get((expert, projection))
         return self._stacks[projection].get(self._row_of[expert]) if lent is None else lent
 

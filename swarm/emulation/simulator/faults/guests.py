@@ -1,4 +1,4 @@
-"""Draws the peers that anchors vouch for in a schedule, their credentials, and when [R7, R8].
+"""Draws for which peers anchors vouch in a schedule, with which credentials and when [R7, R8].
 
 Without guests, newcomers would never vote in a small swarm, so joining voters would go untested.
 """

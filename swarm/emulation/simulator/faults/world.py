@@ -292,7 +292,7 @@ class World:
     # ------------------------------------------------------------ faults
 
     def start(self, peer: manifest.PeerId, record: Record, chain: Iterable[Link] = ()) -> None:
-        """A new peer starts with a record and all blobs of its tip."""
+        """Starts a new peer, which has a record and all blobs of its tip."""
         durable = [entry.digest for entry in record.tip.entries.values()]
         node = Node(self, peer, self.setup.characters[peer], Disk(record, durable, chain))
         self.nodes[peer] = node

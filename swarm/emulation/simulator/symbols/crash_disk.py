@@ -83,7 +83,7 @@ class Disk:
             self.volatile.add(digest)
 
     def sync(self, digests: Iterable[Digest]) -> None:
-        """Makes those of these blobs durable that are readable."""
+        """Makes the blobs with these digests durable, except unreadable ones."""
         for digest in digests:
             if digest in self.volatile:
                 self.volatile.remove(digest)

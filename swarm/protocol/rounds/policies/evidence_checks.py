@@ -94,7 +94,7 @@ def _sources_problem(
 
 
 def unit_in(unit: Unit, *manifests: Manifest) -> bool:
-    """Whether all of these manifests have a value of the unit."""
+    """Whether each of these manifests has a value of the unit."""
     return all(unit in manifest.entries for manifest in manifests)
 
 

@@ -119,7 +119,7 @@ class OpenRoster:
     age_s: float
     """Age of the campaign."""
     waited_s: float | None
-    """Time since a quorum had offered; None: no quorum has."""
+    """Time since a quorum of voters had offered; None if no quorum has offered."""
     num_offers: int
     """Offers of voters with shared tensors, without those of peers that were left out. Only the
     seconds of these voters count as the cost of waiting. Otherwise anybody with many keys that

@@ -31,7 +31,7 @@ class Plan:
     """A closed roster, and its consequences."""
 
     roster_id: Digest
-    """Digest of the tip, the offers and the possible reducers, from which all else follows."""
+    """Digest of the tip, the offers and the possible reducers. All else follows from these."""
     offers: Mapping[PeerId, Offer]
     sources: Sources
     """For each unit in the roster, its offered values, in peer-id order (roster deadline)."""
