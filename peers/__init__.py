@@ -1,1 +1,1 @@
-"""The command-line programs: parsing, wiring, the visible main loop, exit codes."""
+"""The command-line programs: they read options, start the work, and end with an exit code."""

@@ -31,7 +31,7 @@ from swarm.protocol.records.printable import printable
 from swarm.run_files import read_text
 
 MODEL_MAX_LENGTH = 2**20
-"""`model_max_length` of a new tokenizer, which belongs to no model yet."""
+"""`model_max_length` of a new tokenizer, which has no model yet."""
 _CORPUS = (
     "Folder of .txt, .md, .py, .html, .json, .jsonl and .parquet files. By default the Python "
     "standard library."
@@ -47,7 +47,7 @@ _COLUMN = option(
 
 
 class Programs(Program, click.Group):
-    """Several commands, which all end as a `Program` does."""
+    """Several commands, which all end like a `Program`."""
 
     command_class = Program
 
@@ -309,7 +309,7 @@ def _source(
 def _held_out(source: shard_writer.Source, tokenizer: Tokenizer) -> Iterator[bytes]:
     """Whole held-out documents as text, as many as the largest run may need."""
     size, is_ready = 0, isinstance(source, ReadyTokens)
-    # An id takes 4 bytes here, and represents about one byte of text or more.
+    # An id takes 4 bytes here, and represents about a byte of text or more.
     limit = (4 if is_ready else 2) * MAX_HELD_OUT_TEXT
     found = list(dict.fromkeys(whole_held_out(source.documents(), limit)))
     if is_ready:

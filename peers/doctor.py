@@ -40,7 +40,7 @@ def main(context: click.Context, given: Options) -> None:
         click.echo(in_effect(given, given.print_config))
         return
     if given.log_level is None:
-        logging.getLogger().setLevel(logging.ERROR)  # a fault becomes a finding
+        logging.getLogger().setLevel(logging.ERROR)  # faults become findings
     from peers.actions.examination import examine  # loads torch and hivemind: not for --help
 
     examined = examine(given)
@@ -56,7 +56,7 @@ def main(context: click.Context, given: Options) -> None:
 
 
 def line_of(finding: Finding) -> str:
-    """A finding for people: one line, and a second one with the remedy."""
+    """A finding for people: one line, and a second line with the remedy."""
     mark = click.style(finding.level.value, fg=MARKS[finding.level])
     remedy = f"\n  do: {printable(finding.remedy)}" if finding.remedy else ""
     return f"{finding.topic}: {mark}: {printable(finding.text)}{remedy}"

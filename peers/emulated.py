@@ -1,7 +1,7 @@
-"""swarm-peer in a drill: it can be stopped at a phase, and the drill sets its clock and steps.
+"""swarm-peer in a drill, which can stop it at a phase and set its clock and step times.
 
-Not for people: `swarm-local --faults` and the scenarios start it instead of `peers.peer`. It is an
-ordinary observer of the peer, and changes only the times of events.
+Not for people: `swarm-local --faults` and the scenarios start it instead of `peers.peer`. An
+observer of the peer stops it, and changes only the times of events.
 
 | phase | caught |
 |---|---|
@@ -13,7 +13,7 @@ ordinary observer of the peer, and changes only the times of events.
 | propose | as convener, before the first PROPOSE |
 | fetch | a fetch has begun; for a joiner: the first blob of the model is here |
 | accept | the vote is durable, ACCEPT was not sent |
-| commit | as convener: decided and applied, but no COMMIT went out |
+| commit | as convener: the round is decided and applied, no COMMIT was sent |
 | apply | the record names the new tip, the live model was not swapped |
 | merge | a merge is due, and no part of it is computed |
 | leave | asked to leave, nobody knows of it |
@@ -68,9 +68,9 @@ class Emulation(Printed):
         self.step_began_s = time.monotonic()
         """When the present local step began."""
         self.reduces_on: Digest = ""
-        """Tip on which this peer is a reducer."""
+        """Tip after which this peer is a reducer."""
         self.unsent: list[events.Send] = []
-        """COMMITs of a decision that wait until it is applied here."""
+        """COMMITs of a decision that wait until the decision is applied here."""
         self.real_time = time.time
 
     def follow(self) -> None:
@@ -105,12 +105,12 @@ class Emulation(Printed):
             caught = controls.Caught(trap.name, self.peer, spot.round, self.real_time())
             if self.folder.take(trap, caught):
                 os.kill(os.getpid(), signal.SIGSTOP)
-                # Another thread may receive the signal, so this one must wait.
+                # Another thread may receive the signal, so this thread must wait.
                 time.sleep(SETTLE_S)
                 return
 
     def expects(self, phase: str, spot: Spot) -> bool:
-        """Whether a trap for this phase would catch this peer there."""
+        """Whether a trap for this phase would catch this peer at a spot."""
         return any(self._is_for_me(trap, phase, spot) for trap in self.folder.armed())
 
     def _is_for_me(self, trap: controls.Trap, phase: str, spot: Spot) -> bool:
@@ -156,7 +156,7 @@ class Emulation(Printed):
         self.machine, self.record_file = machine, record_file
 
     def on_state(self, state: PeerState) -> None:  # noqa: ARG002 - likewise
-        """Starts the clock of the round's first local step, in case that step begins now."""
+        """Starts the clock of the round's first local step, in case this step begins now."""
         self.step_began_s = time.monotonic()
 
     def on_step(self, step: int, stats: StepStats) -> None:  # noqa: ARG002 - likewise
@@ -204,7 +204,7 @@ class Emulation(Printed):
             self.at("fetch")
 
     def _holds_back(self, effect: events.Send) -> bool:
-        """Whether a COMMIT is sent only after its manifest is applied: a trap lies in between."""
+        """Whether a COMMIT waits until its manifest is applied, because a trap lies in between."""
         message = effect.message
         if isinstance(message, Roster) and message.offers:
             self.at("roster")

@@ -102,7 +102,7 @@ def main(
     folder = out or output_dir
     assert folder is not None
     require_folder(folder)
-    # The next ones load torch and hivemind: not for --help
+    # The next imports load torch and hivemind: not for --help
     from peers.actions.exports import (  # as said above
         Plan,
         evaluator_of,  # as said above

@@ -43,7 +43,7 @@ def main(
     seed: int | None,
 ) -> None:
     """Continues a text with the exported model in DIR, and prints tokens as they come."""
-    # The next loads torch: not for --help
+    # The next import loads torch: not for --help
     from swarm.export.generation import Sampling, generate, require_export  # as said above
 
     require_export(folder)

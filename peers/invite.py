@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from swarm.protocol.values.manifest import Manifest
 
 PACE_ROUNDS = 32
-"""The present pace is the mean over this number of the last rounds."""
+"""Number of the last rounds whose mean is the present pace."""
 DEFAULT_ROUNDS = 1000
 
 
@@ -115,11 +115,11 @@ def require_anchor(tip: Manifest, me: str, needed: int) -> None:
 
     Args:
         tip: newest manifest of the run.
-        me: the inviter.
-        needed: peers that the invitation uses up of the inviter's allowance.
+        me: id of the inviter.
+        needed: number of peers that the invitation takes from the inviter's allowance.
 
     Raises:
-        InvitationError: this peer may not invite, or not this many.
+        InvitationError: this peer may not invite, or not this many peers.
     """
     if not tip.is_anchor(me):
         raise InvitationError(
@@ -137,7 +137,7 @@ def require_anchor(tip: Manifest, me: str, needed: int) -> None:
 
 
 def events_of(directory: RunDirectory) -> list[tuple[int, float]]:
-    """Round and time (in seconds) of each manifest in a run's history. Skips torn lines."""
+    """Round and time (in seconds) of each manifest in a run's history. Skips incomplete lines."""
     seen = []
     for line in durable.read_lines(directory.events_path):
         try:
@@ -150,7 +150,7 @@ def events_of(directory: RunDirectory) -> list[tuple[int, float]]:
 
 
 def hours_of(rounds: int, seen: Iterable[tuple[int, float]]) -> float | None:
-    """Hours of a number of rounds, by the last rounds in the history. None if these are too few."""
+    """Hours of a number of rounds, by the last rounds in the history. None if they are too few."""
     last = list(seen)[-PACE_ROUNDS:]
     if len(last) < 2 or last[-1][0] <= last[0][0]:
         return None

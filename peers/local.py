@@ -34,8 +34,8 @@ EVERY_S = 15.0
 """Most seconds between two lines, even if no round ends."""
 LOCAL = "127.0.0.1"
 STALL_S = 1800.0
-"""The swarm is given up after this time without a new manifest or step. It is long, because the
-peers themselves wait for a lost majority, for ten minutes or more."""
+"""Seconds without a new manifest or step after which the swarm is given up. Peers themselves wait
+for a lost majority for ten minutes or more."""
 _OF_EACH = frozenset(
     {
         *("peer.name", "peer.wait_for_peers", "peer.linger_s"),
@@ -48,7 +48,7 @@ _OF_EACH = frozenset(
 
 @dataclass
 class Progress:
-    """Prints a line for each manifest once every living peer has it, and for each loss."""
+    """Prints a line for each manifest, once every living peer has it, and for each loss."""
 
     rounds_total: int
     as_json: bool
@@ -112,7 +112,7 @@ class Progress:
 
 
 def how_far(histories: Sequence[Sequence[Event]]) -> str:
-    """Progress within a round: that of the first peer that reports any, and a count of others."""
+    """Progress within a round: of the first peer that reports progress, and a count of others."""
     for index, events in enumerate(histories):
         if events and events[-1]["event"] == "progress":
             more = f"; {len(histories) - 1} more peers" if len(histories) > 1 else ""
@@ -224,7 +224,7 @@ def main(
 
 @contextlib.contextmanager
 def _folder_of(given: Path | None) -> Iterator[Path]:
-    """The folder of states and logs. A temporary one is removed only at the end of the run."""
+    """The folder of states and logs. A temporary folder is removed only at the end of the run."""
     if given:
         yield given.expanduser()
         return
@@ -349,7 +349,7 @@ def _monitor(founder: LocalPeer, *options: str) -> subprocess.Popen[bytes]:
     if not options:
         _say(f"in a browser: swarm-monitor {' '.join(address)} --http 8080")
     command = [sys.executable, "-m", "peers.monitor", *address, *options]
-    # Only the verdict goes to stdout, so the page's address goes to stderr like the progress of
+    # Only the verdict goes to stdout, so the page's address goes to stderr, like progress with
     # --json.
     out = sys.stderr if options else None
     return subprocess.Popen([*founder.prefix, *command], stdin=subprocess.DEVNULL, stdout=out)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # loads hivemind and torch
 
 
 class Source(Protocol):
-    """Shows a run, a living or a finished one."""
+    """Shows a run, living or finished."""
 
     before: Snapshot | None
     """The last look. None before the first one."""
@@ -124,7 +124,7 @@ def _source(
             "--initial-peers is missing", hint="every peer prints its address when it starts"
         )
     kept = _kept(history, events)
-    # The next look sees what this one misses, and lines on stderr would damage the view.
+    # The next look sees what a failed look misses, and lines on stderr would damage the view.
     if given.log_level is None:
         logging.getLogger().setLevel(logging.ERROR)
     from swarm.network.blobs.blob_store import BlobStore  # imported here: not for --help
@@ -181,7 +181,7 @@ def _follow(source: Source, in_json: bool) -> None:
 
 
 def _lost(before: Snapshot | None, reason: str) -> str:
-    """The last look, marked as such. Before the first look only its health."""
+    """The last look, marked as lost. Before the first look, only the health."""
     if before is None:
         return json.dumps({"health": {"word": "unreachable", "reason": reason}})
     return json.dumps(as_json(before, unreachable=reason))

@@ -22,8 +22,8 @@ PEER_OPTIONS = (
 )  # fmt: skip
 """Options of a peer, which swarm-doctor takes too."""
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
-"""Makes idle threads sleep. By default the threads of torch's GNU OpenMP first spin for some
-milliseconds, on cores that other peers of the machine could use."""
+"""Settings that make idle threads sleep. By default, threads of torch's GNU OpenMP first spin for
+some milliseconds, on cores that other peers of the machine could use."""
 
 
 @program("swarm-peer")
@@ -59,7 +59,8 @@ def in_effect(options: Options, kind: str) -> str:
     """Settings as a TOML file that --run or --config takes.
 
     Args:
-        options: the given ones. Those of the machine include those kept by an earlier start.
+        options: the given options. Settings of the machine include those kept from an earlier
+            start.
         kind: `run` or `machine`.
 
     Raises:
@@ -79,7 +80,7 @@ def in_effect(options: Options, kind: str) -> str:
 def launch() -> None:
     """Starts swarm-peer. OpenMP reads its environment when `main` later imports torch.
 
-    A person's own settings of OpenMP stay.
+    A person's own settings of OpenMP are kept.
     """
     for name, value in PASSIVE.items():
         os.environ.setdefault(name, value)

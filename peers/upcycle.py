@@ -1,4 +1,4 @@
-"""swarm-upcycle: run files for checkpoints, and mixtures of experts from dense ones."""
+"""swarm-upcycle: makes run files for checkpoints, and mixtures of experts from dense models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""swarm-worker: brings the GPUs of this machine to a peer that runs on another one."""
+"""swarm-worker: lets the GPUs of this machine compute for a peer on another machine."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ SHORT = 120
 """A meaning of more characters loses sentences on the page."""
 SENTENCE_END = re.compile(r"(?<=\.) ")
 VALUE = re.compile(r"[\w\"`]+: ")
-"""How a sentence begins that says what one value does."""
+"""The beginning of a sentence that says what one value does."""
 QUOTE = '"'
 TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false"}
 

@@ -51,7 +51,7 @@ def picture(url: str, scheme: str) -> bytes:
         page.wait_for_selector("#peers tbody tr", timeout=WAIT_MS)
         page.wait_for_timeout(SETTLE_MS)
         shot = base64.b64encode(page.screenshot()).decode()
-        blank = browser.new_page()  # not in the page itself, whose policy forbids foreign scripts
+        blank = browser.new_page()  # a blank page, since the page's policy forbids foreign scripts
         encoded = blank.evaluate(
             """async ([shot, quality]) => {
               const image = new Image();

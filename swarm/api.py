@@ -71,29 +71,29 @@ class State:
 
 
 def load_run(file: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration on which all peers of a run agree, from a run file.
+    """Reads a run file: the configuration on which all peers of a run agree.
 
     Args:
-        file: its path, or the name of one that comes with swarm, such as `demo`.
-        overrides: as after `--set`, such as `round.local_steps=5`.
+        file: path of the file, or the name of a file that comes with swarm, such as `demo`.
+        overrides: settings, written as after `--set`, such as `round.local_steps=5`.
 
     Raises:
-        ConfigError: the file cannot be read, or a setting is wrong; names the nearest key.
+        ConfigError: the file cannot be read, or a setting is wrong. Names the nearest key.
     """
     path = find_file(Path(file), "runs")
     return parse_config(RunConfig, read_text(path, "runs"), source=str(path), overrides=overrides)
 
 
 def load_peer(file: Path | str | None = None, overrides: Sequence[str] = ()) -> PeerConfig:
-    """The configuration of one machine: device, memory, network, folder with text.
+    """Reads the configuration of one machine: device, memory, network, folder with text.
 
     Args:
-        file: its path, or the name of one that comes with swarm, such as `laptop`; None: only the
-            defaults.
-        overrides: as after `--set`, such as `corpus.folder=/home/me/books`.
+        file: path of the file, or the name of a file that comes with swarm, such as `laptop`. None:
+            only the defaults.
+        overrides: settings, written as after `--set`, such as `corpus.folder=/home/me/books`.
 
     Raises:
-        ConfigError: the file cannot be read, or a setting is wrong; names the nearest key.
+        ConfigError: the file cannot be read, or a setting is wrong. Names the nearest key.
     """
     path = find_file(Path(file), "peers") if file else None
     text, source = (read_text(path, "peers"), str(path)) if path else ("", "overrides")
@@ -103,12 +103,13 @@ def load_peer(file: Path | str | None = None, overrides: Sequence[str] = ()) -> 
 def build_model(run: RunConfig, weights: Mapping[str, Tensor] | None = None) -> Transformer:
     """A run's whole model on the CPU, all of it trained: a `torch.nn.Module` in fp32.
 
-    `model(ids)` maps token ids [B, T] to logits [B, T, V]; `model.losses(tokens, run.loss)` takes
-    tokens [B, T + 1], where each token predicts the next one.
+    `model(ids)` maps token ids [B, T] to logits [B, T, V]. `model.losses(tokens, run.loss)` takes
+    tokens [B, T + 1], where each token predicts the next token.
 
     Args:
         run: sizes and variants.
-        weights: by Hugging Face name, as `load_export` gives; None for those of the run's seed.
+        weights: tensors by Hugging Face name, as `load_export` gives. None for weights drawn from
+            the run's seed.
 
     Raises:
         BadBlob: the weights do not fit this model: a tensor is missing, is unknown to the model,
@@ -127,8 +128,8 @@ def load_export(folder: Path | str, run: RunConfig) -> Mapping[str, Tensor]:
     """The weights in an exported model, such as `swarm-export` or Transformers writes.
 
     Args:
-        folder: with config.json and model.safetensors, or shards and their index.
-        run: the run whose model it must be.
+        folder: folder with config.json and model.safetensors, or shards and their index.
+        run: the run whose model the export must have.
 
     Returns:
         Every tensor of the run's model by Hugging Face name, for `build_model` and, in a run with
@@ -136,7 +137,7 @@ def load_export(folder: Path | str, run: RunConfig) -> Mapping[str, Tensor]:
 
     Raises:
         CorruptState: a file is missing or damaged.
-        ConfigError: the export is of another model; the message names the differences.
+        ConfigError: the export is of another model. The message names the differences.
     """
     return open_checkpoint(Path(folder), run)
 
@@ -145,11 +146,11 @@ def load_state(folder: Path | str, run_id: str | None = None) -> State:
     """The newest agreed state on the disk of a peer that is not running.
 
     Args:
-        folder: its state directory; nothing in it is changed.
-        run_id: which run; None for the one that the peer was in last.
+        folder: state directory of the peer. Nothing in it is changed.
+        run_id: id of the run. None for the run that the peer was in last.
 
     Raises:
-        StateError: there is no run in the directory, or its peer is running.
+        StateError: the directory has no run, or its peer is running.
         CorruptState: the state is damaged.
     """
     directory, model = open_state(Path(folder), run_id)

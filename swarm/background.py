@@ -1,13 +1,13 @@
 """Supervised background threads and tasks.
 
-An unexpected exception must not end such work silently. Work that lives as long as the process is
-a body: a function that returns once it is asked to stop. If a body raises, the traceback is logged,
-and the body is called again after a pause (`backoff_s`). Work that may have changed half of
-something must not be called again: it is a task. Its failure goes to `on_failure`, which ends the
-peer with the cause.
+An unexpected exception must not end background work silently. Work that lives as long as the
+process is a body: a function that returns once it is asked to stop. If a body raises, the traceback
+is logged, and the body is called again after a pause (`backoff_s`). Work that may have left a
+change half done must not be repeated: it is a task. A task's failure goes to `on_failure`, which
+ends the peer with the cause.
 
-Time, waits and the start of threads come from a `System`; tasks use those of their event loop. A
-test, or a simulation in virtual time, passes a `System` of its own.
+Time, waits and the start of threads come from a `System`. Tasks use their event loop instead. A
+test, or a simulation in virtual time, passes its own `System`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
-"""After a body has worked this long without failure, its next pause is the first one again."""
+"""After a body has worked this long without failure, its pauses begin with the shortest again."""
 
 END_S = 5.0
-"""How long the end of a pool waits for its threads, which may wait for a disk for ever."""
+"""Seconds for which the end of a pool waits for its threads, which a disk may block for ever."""
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -62,7 +62,7 @@ class System:
         return time.monotonic()
 
     def wait(self, event: threading.Event, timeout_s: float | None) -> bool:
-        """Waits for an event; returns whether it is set."""
+        """Waits for an event. Returns whether the event is set."""
         return event.wait(timeout_s)
 
     def start(self, run: Callable[[], object], name: str) -> Joinable:
@@ -89,17 +89,17 @@ class SupervisedThread:
     """A daemon thread that calls a body until the body returns; see the module's docstring.
 
     Attributes:
-        stopping: set once the thread is asked to end; the body must check it.
+        stopping: set once the thread is asked to end. The body must check this event.
     """
 
     def __init__(self, name: str, body: Body, system: System = SYSTEM) -> None:
         """Starts nothing yet.
 
         Args:
-            name: of the thread, in the log too.
-            body: returns once `stopping` is set. If that happens in the pause after a failure, the
-                body is called once more, to finish.
-            system: of this process.
+            name: name of the thread, also in the log.
+            body: returns once `stopping` is set. If `stopping` is set in the pause after a failure,
+                the body is called once more, to finish.
+            system: the system of this process.
         """
         self.name, self.stopping = name, threading.Event()
         self._body, self._system = body, system
@@ -120,9 +120,9 @@ class SupervisedThread:
         return self._thread is not None and self._thread.is_alive()
 
     def stop(self, timeout_s: float | None) -> bool:
-        """Asks the thread to end; returns whether it did within `timeout_s` (None: no limit).
+        """Asks the thread to end. Returns whether it ended within `timeout_s` (None: no limit).
 
-        A thread that did not end is logged and left alone: it ends with the process.
+        A thread that did not end is logged and ends with the process.
         """
         self.stopping.set()
         if self._thread is None:
@@ -138,7 +138,7 @@ class SupervisedThread:
 
 
 class _Work:
-    """The queue and threads of a pool. Threads refer to this alone, so they keep no pool alive."""
+    """The queue and threads of a pool. Threads refer only to this, so they keep no pool alive."""
 
     def __init__(self, name: str, begin: Callable[[], object] | None) -> None:
         self.name, self.begin = name, begin
@@ -147,7 +147,7 @@ class _Work:
         self.idle, self.is_ended = 0, False
         self.threads: list[Joinable] = []
         self.running: dict[int, str] = {}
-        """What each thread does now."""
+        """Name of the call that each thread runs now."""
 
     def end(self, *, cancels: bool = False) -> None:
         """Takes no more work. Threads first do the queued work, or drop it (`cancels`)."""
@@ -161,7 +161,7 @@ class _Work:
             future.cancel()
 
     def start_one(self, system: System) -> None:
-        """Starts a thread; if it fails between two calls, its body begins again."""
+        """Starts a thread. If the thread fails between two calls, its body begins again."""
         run = partial(supervised, f"a thread of {self.name}", self.run, threading.Event())
         self.threads.append(system.start(run, self.name))
 
@@ -182,7 +182,7 @@ class _Work:
                     self.idle -= 1
                 if not self.queue:
                     return
-                call = self.queue[0][1]  # removed only once nothing can fail any more
+                call = self.queue[0][1]  # removed only once nothing can fail
                 self.running[me] = getattr(call.func, "__qualname__", str(call.func))
                 future, call = self.queue.popleft()
             _answer(future, call, failure)
@@ -191,7 +191,7 @@ class _Work:
                 del self.running[me]
 
     def has_ended(self, end_s: float) -> bool:
-        """Waits for all threads until a time of the monotonic clock; returns whether they ended."""
+        """Waits for all threads until `end_s` of the monotonic clock. Returns whether all ended."""
         for thread in self.threads:
             thread.join(max(0.0, end_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self.threads)
@@ -205,9 +205,9 @@ class _Work:
 class Helpers(ThreadPoolExecutor):
     """A pool of daemon threads whose end is bounded.
 
-    A thread that waits for a disk may wait for ever. `ThreadPoolExecutor` would join it when the
-    pool is shut down, and once more when the process ends. This pool logs calls that hang, and does
-    not wait for them. When the process ends, queued work is done for at most `END_S`.
+    A thread that waits for a disk may wait for ever. `ThreadPoolExecutor` would join such a thread
+    when the pool is shut down, and again when the process ends. This pool logs hanging calls, and
+    does not wait for them. When the process ends, queued work is done for at most `END_S`.
     """
 
     def __init__(
@@ -222,11 +222,11 @@ class Helpers(ThreadPoolExecutor):
         """Makes the pool.
 
         Args:
-            name: of the threads, in the log too.
-            number: of threads, at most.
-            begin: called first by each thread.
-            are_started: whether all threads start now; otherwise each starts when it is needed.
-            system: of this process.
+            name: name of the threads, also in the log.
+            number: most threads.
+            begin: called by each thread at its start.
+            are_started: whether all threads start now. Otherwise a thread starts when it is needed.
+            system: the system of this process.
 
         Raises:
             OutOfMemory: `are_started` is set, and there is no memory for a thread.
@@ -242,10 +242,10 @@ class Helpers(ThreadPoolExecutor):
     def submit(
         self, fn: Callable[Given, Result], /, *args: Given.args, **kwargs: Given.kwargs
     ) -> Future[Result]:
-        """Has a thread call a function; returns its future result.
+        """Has a thread call a function. Returns the future result.
 
         Raises:
-            OutOfMemory: the pool has no thread, and there is no memory for one.
+            OutOfMemory: the pool has no thread, and there is no memory for a thread.
             RuntimeError: the pool has ended.
         """
         future, shared = Future[Result](), self._shared
@@ -267,15 +267,16 @@ class Helpers(ThreadPoolExecutor):
                 raise
 
     def end(self, timeout_s: float = END_S, *, cancels: bool = True) -> bool:
-        """Waits at most `timeout_s` for running work; logs calls that have not ended then.
+        """Waits at most `timeout_s` for running work, and logs calls that have not ended by then.
 
-        Returns whether all have ended. With `cancels`, queued work is dropped, or else done first.
+        Returns whether all calls have ended. Queued work is dropped with `cancels`, and done first
+        without.
         """
         self._shared.end(cancels=cancels)
         return _all_ended([self._shared], timeout_s)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Takes no more work; prefer `end`, whose wait is bounded."""
+        """Takes no more work. Prefer `end`, whose wait is bounded."""
         self._shared.end(cancels=cancel_futures)
         for thread in self._shared.threads if wait else ():
             thread.join()
@@ -336,17 +337,17 @@ class Tasks:
         task.add_done_callback(self._running.discard)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs work that ends by itself; nobody awaits it, so a failure is logged and reported."""
+        """Runs work that ends by itself. Nobody awaits it, so a failure is logged and reported."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self.add(task)
         task.add_done_callback(self._failed)
 
     def supervise(self, body: AsyncBody) -> None:
-        """Runs a body for as long as its owner lives: after a failure it is called again."""
+        """Runs a body for as long as its owner lives: it is called again after a failure."""
         self.spawn(supervised_async(f"a task of {self._owner}", body))
 
     async def stop(self) -> None:
-        """Cancels all and returns once they have ended."""
+        """Cancels all tasks, and returns once they have ended."""
         tasks = list(self._running)
         for task in tasks:
             task.cancel()
@@ -375,14 +376,14 @@ def supervised(
     ends: tuple[type[BaseException], ...] = (),
     system: System = SYSTEM,
 ) -> None:
-    """Calls a body in this thread until it returns; see the module's docstring.
+    """Calls a body in this thread until the body returns; see the module's docstring.
 
     Args:
-        who: is named in the log when the body fails.
+        who: name of the work in the log when the body fails.
         body: returns once `stopping` is set.
-        stopping: ends the pause after a failure; the body is then called once more, to finish.
-        ends: expected exceptions that end the work: they are raised.
-        system: of this process.
+        stopping: ends the pause after a failure. The body is then called once more, to finish.
+        ends: expected exceptions that end the work. They are raised.
+        system: the system of this process.
     """
     failures = 0
     while True:
@@ -405,7 +406,7 @@ async def supervised_async(who: str, body: AsyncBody) -> None:
     """Awaits a body in this task until it returns. Only a cancellation ends the work earlier.
 
     Args:
-        who: is named in the log when the body fails.
+        who: name of the work in the log when the body fails.
         body: makes the coroutine, again after each failure.
     """
     loop, failures = asyncio.get_running_loop(), 0
@@ -428,7 +429,7 @@ async def supervised_async(who: str, body: AsyncBody) -> None:
 def is_cancelled() -> bool:
     """Whether the current task itself was cancelled.
 
-    If it was not, a `CancelledError` comes from something that the task awaits, and is a failure.
+    If it was not, a `CancelledError` comes from work that the task awaits, and is a failure.
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,4 +1,4 @@
-"""The one byte form of JSON that is hashed, signed and sent."""
+"""The only byte form of JSON that is hashed, signed and sent."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 def canonical(
     value: object, *, plain: Callable[[Any], object] | None = None, ascii_only: bool = True
 ) -> bytes:
-    """Canonical JSON: sorted keys, no blanks, finite numbers; ValueError for other values.
+    """Canonical JSON: sorted keys, no blanks, finite numbers. ValueError for other values.
 
     Args:
-        value: of JSON's types, or of types that `plain` converts.
+        value: value of JSON's types, or of types that `plain` converts.
         plain: converts a value of another type into one of JSON's types.
-        ascii_only: escapes all characters beyond ASCII. Otherwise they are UTF-8, and a question
-            mark replaces what UTF-8 cannot encode.
+        ascii_only: escapes all characters beyond ASCII. Otherwise text is UTF-8, with a question
+            mark for each character that UTF-8 cannot encode.
     """
     return json.dumps(
         value,

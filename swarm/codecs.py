@@ -1,15 +1,15 @@
 """Converts tensors to bytes and back. Nothing here depends on the sender.
 
-A blob holds the elements that its unit's layout lists, one after the other, little-endian (as all
-machines that torch runs on), without header. Two codecs:
+A blob holds the elements that its unit's layout lists, one after the other, without header. They
+are little-endian, as on all machines that torch runs on. Two codecs:
 
 fp32  4 bytes an element; exact.
 bf16  2 bytes an element; rounded to the nearest value, ties to even. A value in bf16's normal range
       is off by at most 2^-8 of itself (0.4 %). Values that are bf16 already stay exact.
 
-The *agreed value* of a tensor is what a blob decodes to, in the codec's own dtype. All work is
-done in chunks of a few MiB, so memory beyond arguments and results stays bounded. A `Content` is a
-blob that is never in memory as a whole. A `Read` is a blob that lies elsewhere.
+The *agreed value* of a tensor is what a blob decodes to, in the codec's own dtype. All work is done
+in chunks of a few MiB, so memory beyond arguments and results stays bounded. A `Content` is a blob
+that is never in memory as a whole. A `Read` reads a blob in other storage.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Content:
     """The bytes of a blob, made piece by piece, again at each request.
 
     Attributes:
-        num_bytes: of all pieces together.
+        num_bytes: bytes of all pieces together.
         pieces: starts to make the pieces.
     """
 
@@ -70,14 +70,14 @@ class Content:
 def encoded(layout: UnitLayout, read: Callable[[Slice], Tensor]) -> Content:
     """The blob of a unit.
 
-    Peak memory: `CHUNK_ELEMENTS` elements from `read`, and as many in the codec's type.
+    Peak memory: `CHUNK_ELEMENTS` elements from `read`, and the same number in the codec's type.
 
     `read` gives a run of elements flat, of any floating dtype or device.
     """
 
     def pieces() -> Iterator[Buffer]:
         for part in _chunks_of(layout):
-            yield _encode(read(part).detach(), layout.codec)  # a variable would keep it
+            yield _encode(read(part).detach(), layout.codec)  # a variable would keep the chunk
 
     return Content(layout.num_bytes, pieces)
 
@@ -95,7 +95,7 @@ def cut_from(read: Callable[[str], Tensor]) -> Callable[[Slice], Tensor]:
 
     def cut(part: Slice) -> Tensor:
         if part.name not in held:
-            held.clear()  # first, so that there are never two
+            held.clear()  # first, so that never two are held
             held[part.name] = read(part.name).reshape(-1)
         return held[part.name][part.start : part.stop]
 
@@ -112,7 +112,8 @@ def read_part(layout: UnitLayout, part: Slice, read: Read) -> Tensor:
     """Agreed values of a run of elements that lies within one slice of a unit.
 
     Returns:
-        Flat, in the codec's dtype. They are a view of the bytes from `read`: do not write to it.
+        Flat values in the codec's dtype. They are a view of the bytes from `read`: do not overwrite
+        them.
     """
     size = DTYPES[layout.codec].itemsize
     for offset, piece in _places(layout):
@@ -123,7 +124,7 @@ def read_part(layout: UnitLayout, part: Slice, read: Read) -> Tensor:
 
 
 def read_parts(layout: UnitLayout, read: Read) -> Iterator[tuple[Slice, Tensor]]:
-    """A unit in chunks: the run of elements of each, and its agreed values as from `read_part`."""
+    """A unit in chunks: each chunk's run of elements, and its agreed values as from `read_part`."""
     for part in _chunks_of(layout):
         yield part, read_part(layout, part, read)
 
@@ -131,7 +132,7 @@ def read_parts(layout: UnitLayout, read: Read) -> Iterator[tuple[Slice, Tensor]]
 def read_tensors(
     layout: UnitLayout, shapes: Mapping[str, Shape], read: Read
 ) -> Iterator[tuple[str, Tensor]]:
-    """The agreed tensors of a unit of whole tensors (an expert), one by one, as `read_part`."""
+    """The agreed tensors of a unit of whole tensors (an expert), one by one; see `read_part`."""
     for piece in layout.slices:
         yield piece.name, read_part(layout, piece, read).view(shapes[piece.name])
 
@@ -139,21 +140,21 @@ def read_tensors(
 def allocate(layouts: Iterable[UnitLayout], shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
     """Uninitialised tensors, in their agreed dtype, for all elements of these units.
 
-    `fill` then takes one blob after the other, and a blob can be dropped as soon as it is filled
-    in. So a whole model is rebuilt with a single copy of its weights in memory.
+    `fill` then takes one blob after the other, and each blob can be dropped after that. So a whole
+    model is rebuilt with a single copy of its weights in memory.
     """
     codecs = {piece.name: layout.codec for layout in layouts for piece in layout.slices}
     return {name: torch.empty(shapes[name], dtype=DTYPES[codecs[name]]) for name in codecs}
 
 
 def fill(tensors: Mapping[str, Tensor], layout: UnitLayout, blob: Buffer) -> None:
-    """Writes a unit's agreed values into the tensors (or parts of them) that it holds.
+    """Writes a unit's agreed values into the tensors, or parts of tensors, that the unit holds.
 
     Args:
-        tensors: by full name, at least those of the layout; contiguous, any dtype or device.
+        tensors: at least those of the layout, by full name, contiguous, of any dtype and device.
             Values are converted, so fp32 tensors take bf16 values exactly.
-        layout: of the unit.
-        blob: its bytes, checked before by `check_finite`.
+        layout: layout of the unit.
+        blob: bytes of the unit, already checked by `check_finite`.
 
     Raises:
         BadBlob: the size is not that of the layout.
@@ -173,7 +174,7 @@ def check_finite(layout: UnitLayout, content: Content) -> None:
     """Refuses a unit's bytes that no honest peer would send. One pass, one piece in memory.
 
     Raises:
-        BadBlob: reason `size` (not the layout's), `non_finite` (a NaN or infinity) or
+        BadBlob: reason `size` (another size than the layout's), `non_finite` (a NaN or infinity) or
             `out_of_range` (a magnitude above `MAX_MAGNITUDE`).
     """
     for start, chunk in _values_of(layout, content):
@@ -181,7 +182,7 @@ def check_finite(layout: UnitLayout, content: Content) -> None:
 
 
 def check_chunk(layout: UnitLayout, start: int, chunk: Tensor) -> None:
-    """Refuses values that begin at element `start` of a unit, as `check_finite` does."""
+    """Refuses values that begin at element `start` of a unit, like `check_finite`."""
     low, high = (bound.item() for bound in torch.aminmax(chunk))
     if not (math.isfinite(low) and math.isfinite(high)):
         where = f"elements {start} to {start + len(chunk)}"
@@ -193,16 +194,16 @@ def check_chunk(layout: UnitLayout, start: int, chunk: Tensor) -> None:
 def check_update(
     layout: UnitLayout, content: Content, base: Read, *, absolute: float, relative: float
 ) -> None:
-    """Refuses a unit's bytes that no local steps can have made. One pass, one piece in memory.
+    """Refuses a unit's bytes that local steps cannot have made, in one pass.
 
-    Each operation is rounded by itself, so all machines judge alike.
+    Memory holds one piece. Each operation is rounded separately, so all machines judge alike.
 
     Args:
-        layout: of the unit.
-        content: its bytes, which passed `check_finite`.
-        base: of the value that it was trained from.
-        absolute: largest distance of an element from the base's element, plus
-        relative: this share of the magnitude of the base's element.
+        layout: layout of the unit.
+        content: bytes of the unit, which passed `check_finite`.
+        base: reads the value from which the unit was trained.
+        absolute: constant part of the largest distance of an element from the base's element.
+        relative: part of this distance in proportion to the magnitude of the base's element.
 
     Raises:
         BadBlob: reason `size`, or `implausible_update` with the element that is furthest.
@@ -214,14 +215,14 @@ def check_update(
 def guarded(
     layout: UnitLayout, content: Content, base: Read, *, absolute: float, relative: float
 ) -> Content:
-    """The same content, which raises BadBlob as `check_update` does while it is read."""
+    """The same content, but reading it raises BadBlob where `check_update` would."""
     return Content(content.num_bytes, lambda: _beyond(layout, content, base, absolute, relative))
 
 
 def _beyond(
     layout: UnitLayout, content: Content, base: Read, absolute: float, relative: float
 ) -> Iterator[Buffer]:
-    """The pieces of a content, each after it was found to be within its bounds."""
+    """The pieces of a content. Each was found to be within its bounds."""
     if content.num_bytes != layout.num_bytes:
         raise _wrong_size(layout, content.num_bytes)
     done = 0
@@ -236,9 +237,9 @@ def _beyond(
 def check_moves(
     layout: UnitLayout, moves: Tensor, before: Tensor, absolute: float, relative: float
 ) -> None:
-    """Refuses moves (fp32, none negative) that no local steps can have made, as `check_update`.
+    """Refuses moves (fp32, none negative) that local steps cannot have made, like `check_update`.
 
-    `before` is fp32 and not written to: it may be the store's own memory.
+    `before` is fp32. It is not overwritten, because it may be the store's own memory.
     """
     beyond = moves - before.abs() * relative
     if not beyond.amax().item() <= absolute:  # argmax is ten times slower
@@ -251,10 +252,13 @@ def check_moves(
 
 
 def check_moments(layout: UnitLayout, content: Content) -> None:
-    """Refuses a moments blob that no honest peer would send. Two passes, one piece in memory.
+    """Refuses a moments blob that no honest peer would send.
+
+    It takes two passes, and memory for one piece.
 
     Raises:
-        BadBlob: as `check_finite`, or `negative_moment`: a second moment is a mean of squares.
+        BadBlob: as `check_finite`, or `negative_moment`, since a second moment is a mean of
+            squares.
     """
     check_finite(layout, content)
     squares = [
@@ -285,14 +289,14 @@ def mean_of(
 ) -> Content:
     """The mean of several blobs of one unit, as a blob of the same codec.
 
-    The result of `mean_chunk`, encoded: equal bits on all peers that have the blobs in the same
-    order. The mean of one blob is that blob.
+    The encoded result of `mean_chunk`: equal bits on all peers that have the blobs in the same
+    order. The mean of one blob is this blob.
 
     Error in fp32: the rounding of n - 1 additions and one division; with weights, n products
     replace the division. In bf16, one more rounding (0.4 %). Cost: n passes. Peak memory: a chunk
-    of each blob, their fp32 sum and a chunk of the result; with weights, also one product.
+    of each blob, of their fp32 sum and of the result. With weights, also of one product.
 
-    `reads` gives blobs of `num_bytes` each. `weights` are positive; None: all count the same.
+    `reads` gives blobs of `num_bytes` each. `weights` are positive. None: equal weights.
     """
     chunk_bytes = CHUNK_ELEMENTS * DTYPES[codec].itemsize
 
@@ -314,10 +318,10 @@ def mean_chunk(chunks: Sequence[Tensor], weights: Sequence[int] | None = None) -
     fp32 sum in the given order of (w_i / sum w, rounded to fp32) x_i. Each product is rounded by
     itself, so that no processor fuses it with the addition.
 
-    If the inputs have passed `check_finite`, nothing overflows, and the mean passes it too. Rounded
-    shares may sum to more than 1: a value that this lifts above the limit becomes the limit.
+    If the inputs have passed `check_finite`, nothing overflows, and the mean passes the check too.
+    Rounded shares may sum to more than 1, so a value above the limit becomes the limit.
 
-    The chunks are fp32 or bf16 [n] each and not written to; the weights are positive.
+    The chunks are fp32 or bf16 [n] each and are not overwritten. The weights are positive.
     """
     if weights is None:
         total = chunks[0].to(torch.float32, copy=True)
@@ -348,20 +352,20 @@ def _chunks(layout: UnitLayout, begin: int, piece: Buffer) -> Iterator[tuple[int
 
 
 def values_in(blob: Buffer, codec: Codec) -> Tensor:
-    """The values in a blob, without copying; not to be written to."""
+    """The values in a blob, without copying. Do not overwrite them."""
     return _viewed(blob, DTYPES[codec])
 
 
 def _viewed(blob: Buffer, dtype: torch.dtype) -> Tensor:
-    """A view by way of DLPack, because torch's other ways warn about read-only memory."""
+    """A view through DLPack, because torch's other ways warn about read-only memory."""
     return from_dlpack(np.frombuffer(blob, dtype=np.uint8)).view(dtype)
 
 
 def bytes_of(values: Tensor) -> memoryview:
     """The memory of a tensor, read-only.
 
-    Tensors are the cheapest fresh memory. A bytearray is zeroed first (measured: six times the
-    cost of the copy).
+    Copies go into tensors, the cheapest fresh memory: a bytearray is zeroed first, which takes six
+    times as long as the copy (measured).
     """
     return values.view(torch.uint8).numpy().data.toreadonly()
 

@@ -1,11 +1,11 @@
 """The codings of deltas: their names, and the number of bytes that they take. No tensors here.
 
 A *delta* says how far a unit's agreed value moves: v' = v + dec(delta). Its elements are taken in
-the order of the unit's layout, in blocks of `BLOCK`; the last block is filled up with zeros.
-A group of `GROUP` blocks, or of the rest, begins with one bf16 scale for each block, little-endian.
-The codes of its blocks follow, as `swarm.deltas.blocks` says. With "bf16", each element is a bf16
-number, without blocks. With "none", there is no delta, and the value itself is sent. There is no
-header, so the size follows from the layout.
+the order of the unit's layout, in blocks of `BLOCK`. The last block is filled up with zeros. A
+group of `GROUP` blocks (the last group may have fewer) begins with one bf16 scale for each block,
+little-endian. The codes of its blocks follow, as `swarm.deltas.blocks` says. With "bf16", each
+element is a bf16 number, without blocks. With "none", there is no delta, and the value itself is
+sent. There is no header, so the size follows from the layout.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from swarm.experts import UnitLayout
 BLOCK = 256
 """Elements that share a scale."""
 GROUP = 256
-"""Blocks whose scales stand together."""
+"""Blocks of a group, whose scales are stored together."""
 SCALE_BYTES = 2
 CODE_BYTES: Mapping[Coding, int] = {"b2": BLOCK // 4, "b1": BLOCK // 8}
-"""Bytes of a block's codes, of the codings that have blocks."""
+"""Bytes of a block's codes, for each coding that has blocks."""
 
 
 def coded_bytes(layout: UnitLayout) -> int:
-    """Bytes of a unit's new value on the wire: of its delta, or with "none" of the value."""
+    """Bytes of a unit's new value on the wire: of its delta, or with "none" of the value itself."""
     if layout.coding == "none":
         return layout.num_bytes
     return elements_bytes(layout.num_elements, layout.coding)

@@ -1,7 +1,7 @@
 """Files that are replaced as a whole, or get whole lines, and survive a power cut.
 
-POSIX promises neither by itself. A file that is written in place may be read half written. A name
-is on disk only once its folder was synced, and the folder's own name only once its parent was.
+POSIX promises neither. A file that is written in place may be read half written. A file's name is
+on disk only once its folder was synced, and the folder's name only once the folder above was.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ def beside(path: Path) -> Path:
 def write_file(
     path: Path, content: bytes, *, mode: int = 0o666, previous: Path | None = None
 ) -> None:
-    """Replaces a file; when this returns, its content survives a kill and a power cut.
+    """Replaces a file. After the return, its content survives a kill and a power cut.
 
     Args:
         path: the file. After a kill at any moment it has the whole old or the whole new content.
-        content: all of it.
-        mode: permissions, less the process's mask.
+        content: the whole new content.
+        mode: permissions, reduced by the process's mask.
         previous: a name under which the old content is kept.
 
     Raises:
@@ -40,7 +40,7 @@ def write_file(
 
 
 def put_in_place(path: Path, *, previous: Path | None = None) -> None:
-    """Gives a file's name to the synced content that lies `beside` it.
+    """Gives a file's name to the synced content at the path `beside` it.
 
     The old content is kept under the name `previous`, if one is given.
 
@@ -48,7 +48,7 @@ def put_in_place(path: Path, *, previous: Path | None = None) -> None:
         OSError: the disk could not be written; the old content is still there.
     """
     if previous is not None and path.exists():
-        # A link and not a rename: `path` and `previous` then exist at every moment.
+        # A link instead of a rename, so that `path` and `previous` exist at every moment.
         linked = previous.with_name(f"{previous.name}.link")
         linked.unlink(missing_ok=True)
         os.link(path, linked)
@@ -63,7 +63,7 @@ def older(path: Path) -> Path:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """The lines of a file that `append_lines` bounds, oldest first; none if it is missing.
+    """The lines of a file that `append_lines` bounds, oldest first. A missing file has no lines.
 
     Raises:
         OSError: the disk refused.
@@ -78,14 +78,14 @@ def read_lines(path: Path) -> list[bytes]:
 def append_lines(
     path: Path, lines: bytes, *, sync: bool = False, most_bytes: int | None = None
 ) -> bool:
-    """Adds whole lines to a file, which is made if missing; first ends a line that a crash tore.
+    """Adds whole lines to a file, made if missing. First ends a line that a crash cut short.
 
     Args:
         path: the file.
         lines: each with a line end.
         sync: makes the lines durable.
         most_bytes: a file of this size is renamed to its `older` path, and replaces the file there.
-            So both together have at most about twice this size. None: no bound.
+            So both files together have at most about twice this size. None: no bound.
 
     Returns:
         Whether the next line begins a new file.
@@ -107,7 +107,7 @@ def append_lines(
 
 
 def _ends_a_line(descriptor: int, size: int) -> bool:
-    """Whether a new line may begin here. False if that is unreadable: an empty line is harmless."""
+    """Whether a new line may begin here. False if unreadable, since an empty line is harmless."""
     try:
         return not size or os.pread(descriptor, 1, size - 1) == b"\n"
     except OSError:
@@ -115,7 +115,7 @@ def _ends_a_line(descriptor: int, size: int) -> bool:
 
 
 def make_folder(folder: Path, *, mode: int = 0o777) -> None:
-    """Makes a folder, and the missing folders above it, durably; raises OSError."""
+    """Makes a folder, and the missing folders above it, durably. Raises OSError."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -124,9 +124,10 @@ def make_folder(folder: Path, *, mode: int = 0o777) -> None:
 
 
 def bytes_on_disk(folder: Path) -> int:
-    """Bytes that removing a folder frees, in disk blocks: files may have holes, or two names.
+    """Bytes that removing a folder frees.
 
-    Files that vanish meanwhile do not count.
+    Counts disk blocks, because files may have holes or two names. Leaves out files that vanish
+    during the count.
     """
     sizes = {}
     for root, folders, files in os.walk(folder):
@@ -138,12 +139,12 @@ def bytes_on_disk(folder: Path) -> int:
 
 
 def sync_file(path: Path) -> None:
-    """Makes durable a file that other code has written; raises OSError."""
+    """Makes durable a file that other code has written. Raises OSError."""
     _sync(path, os.O_RDONLY)
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable; raises OSError."""
+    """Makes the names in a folder durable. Raises OSError."""
     _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
 
 

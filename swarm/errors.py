@@ -1,4 +1,4 @@
-"""All errors, as one tree. Every error has an exit code, and may name the next action.
+"""All errors, in one tree. Every error has an exit code, and may name the next action.
 
 SwarmError (1)
 ├── ConfigError (2)            a setting is wrong; names file, key, value and what is allowed
@@ -36,10 +36,10 @@ import re
 from collections.abc import Sequence
 
 MAX_MESSAGE = 2000
-"""Limit of a message in characters; also that of a hint."""
+"""Limit of a message, and of a hint, in characters."""
 _LONG_WORD = re.compile(r"\S{401,}")
 _KEPT = 120
-"""Number of characters that are shown of the beginning of a long word, and of its end."""
+"""Characters that are shown of the beginning of a long word, and of its end."""
 
 
 def shortened(text: str) -> str:
@@ -59,7 +59,7 @@ def _without_middle(text: str, first: int, last: int) -> str:
 
 
 class SwarmError(Exception):
-    """Base of all errors of this package; its text is `shortened`.
+    """Base of all errors of this package. The text of an error is `shortened`.
 
     Attributes:
         exit_code: what a program that ends with this error returns to its shell.
@@ -78,7 +78,7 @@ class SwarmError(Exception):
 
 
 class ConfigError(SwarmError):
-    """A setting is wrong; the message names source, key, value and what is allowed."""
+    """A setting is wrong. The message names source, key, value and what is allowed."""
 
     exit_code = 2
 
@@ -90,7 +90,7 @@ class NobodyReachable(SwarmError):
 
 
 class Unreachable(NobodyReachable):
-    """One peer did not answer, or answered with an error; try another peer, or this one later."""
+    """One peer did not answer, or answered with an error. Try another peer, or this peer later."""
 
 
 class Refused(Unreachable):
@@ -98,7 +98,7 @@ class Refused(Unreachable):
 
 
 class NoRoute(Unreachable):
-    """This peer cannot be dialled from here; a third peer may reach it."""
+    """This peer cannot be dialled from here. A third peer may reach it."""
 
 
 class DataError(SwarmError):
@@ -108,7 +108,7 @@ class DataError(SwarmError):
 
 
 class TextMismatch(DataError):
-    """This machine's text is not the run's; the message names both, and what to do."""
+    """This machine's text is not the run's. The message names both texts, and what to do."""
 
 
 class TokenizerError(DataError):
@@ -139,7 +139,7 @@ class MissingBlobs(StateError):
     """Blobs that were to be made durable are not in the store.
 
     Attributes:
-        digests: of these blobs, sorted.
+        digests: digests of these blobs, sorted.
     """
 
     def __init__(self, digests: Sequence[str]) -> None:
@@ -184,32 +184,32 @@ class BadManifest(HostileInput):
 
 
 class TooCostly(HostileInput):
-    """A peer asks for more than it may cost now; it may ask again later."""
+    """A peer asks for more than it may cost others now. It may ask again later."""
 
 
 class NetworkDown(SwarmError):
-    """libp2p's daemon did not start or has ended; nothing can be sent or received."""
+    """libp2p's daemon did not start or has ended. Nothing can be sent or received."""
 
     exit_code = 9
 
 
 class OutOfMemory(SwarmError):
-    """No memory is left, of the machine or of its GPU, and no engine needs less.
+    """No memory of the machine or of its GPU is left, and no engine needs less.
 
-    What was offered is on disk.
+    Offered work is on disk.
     """
 
     exit_code = 11
 
 
 class DoesNotFit(SwarmError):
-    """A planned run needs more than the machine has; the message names resources and remedies."""
+    """A planned run needs more than the machine has. The message names resources and remedies."""
 
     exit_code = 12
 
 
 class LinkTooSlow(SwarmError):
-    """With this machine's link a peer would be one round late for ever; the message says why."""
+    """With this machine's link, a peer would always be a round late. The message says why."""
 
     exit_code = 10
 
@@ -245,14 +245,14 @@ _MEMORY_WORDS = (
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether memory was short; torch has no error type for this on CPUs and in cuBLAS."""
+    """Whether memory was short. torch has no error type for this on CPUs and in cuBLAS."""
     if isinstance(error, RuntimeError):
         return any(words in str(error) for words in _MEMORY_WORDS)
     return isinstance(error, MemoryError)
 
 
 def no_access(error: BaseException) -> StateError | None:
-    """The typed error for a file that belongs to another user; None for any other error."""
+    """The typed error for a file that belongs to another user. None for any other error."""
     if isinstance(error, PermissionError) and error.filename:
         hint = "run it as the user that owns it"
         return StateError(f"{error.filename}: {error.strerror}", hint=hint)

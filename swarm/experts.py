@@ -1,4 +1,4 @@
-"""Names of tensors and units: the only place that builds or parses them. No tensors here.
+"""Names of tensors and units, which are built and parsed only here. No tensors here.
 
 A tensor's Hugging Face name is its name in memory, on the wire and in state directories. Files of
 Transformers may name and group tensors differently, as `LAYOUTS` lists.
@@ -27,7 +27,7 @@ PROJECTIONS = ("down", "gate", "up")
 
 Shape = tuple[int, ...]
 ELEMENT_BYTES: Mapping[Codec, int] = {"fp32": 4, "bf16": 2}
-"""Bytes of one element. The shared tensors' codecs come in this order."""
+"""Bytes of one element. Shared tensors are cut into units in this order of codecs."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Slice:
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """The layout of a unit's blob: these slices one after the other, without header.
+    """The layout of a unit's blob: the slices one after the other, without header.
 
     Attributes:
         num_bytes: size of the blob.
-        coding: coding of the delta that changes the unit's value in a round; "none": a round sends
+        coding: coding of the delta that changes the unit's value in a round. "none": a round sends
             the new value itself.
     """
 
@@ -62,9 +62,10 @@ class Stored:
     """The place of a tensor of the model in the files of a checkpoint.
 
     Attributes:
-        name: of the tensor in the files.
-        shape: of the tensor in the files.
-        part: the index of the model's tensor in the tensor of the files; empty for all of it.
+        name: name of the tensor in the files.
+        shape: shape of the tensor in the files.
+        part: the index of the model's tensor in the tensor of the files. Empty for the whole
+            tensor.
     """
 
     name: str
@@ -78,9 +79,9 @@ class ExpertLayout:
 
     Attributes:
         block: the name of the block of a layer that contains its router and experts.
-        matrices: projection -> its name in the block. A name without {expert} is that of one
+        matrices: name of each projection in the block. A name without {expert} is that of one
             tensor [E, rows, columns] for all E experts. Projections that share such a name follow
-            each other in the rows of that tensor, in this order.
+            each other in the rows of this tensor, in this order.
     """
 
     block: str
@@ -127,7 +128,7 @@ LAYOUTS = (
     ExpertLayout("mlp", _FUSED_NAMES),
     ExpertLayout("block_sparse_moe", _FUSED_NAMES),
 )
-"""Every layout that can be read. Exports have one of the first two.
+"""Every layout that can be read. Exports have one of the first two layouts.
 
 Source: Transformers 5.23 `conversion_mapping.py`, "qwen2_moe" and "mixtral".
 """
@@ -184,7 +185,7 @@ def is_matrix(name: str) -> bool:
 
 
 def moments_of(name: str, optimizer: Optimizer) -> tuple[str, ...]:
-    """The moments that an optimizer keeps for a tensor, by their names in private states."""
+    """The moments that an optimizer keeps for a tensor, named as in private states."""
     return MUON_MOMENTS if optimizer == "muon" and is_matrix(name) else ADAMW_MOMENTS
 
 
@@ -202,7 +203,7 @@ def selection_biases(model: ModelConfig) -> tuple[str, ...]:
 
 
 def exported(name: str) -> bool:
-    """Whether a tensor belongs to the model outside of training: all but the router's noise."""
+    """Whether a tensor belongs to an exported model. Only the router's noise does not."""
     return not name.endswith(_ROUTER_NOISE)
 
 
@@ -222,7 +223,7 @@ def shared_unit(part: int) -> str:
 
 
 def expert_of_unit(unit: str) -> int | None:
-    """The expert of a unit's name, or None for a part of the shared tensors."""
+    """The expert in a unit's name, or None for a part of the shared tensors."""
     kind, _, index = unit.partition(".")
     return int(index) if kind == "expert" else None
 
@@ -258,12 +259,12 @@ def unknown(name: str) -> str:
 
 
 def misfit(name: str, found: Shape | None, expected: Shape | None) -> str | None:
-    """A sentence that says why a tensor does not fit the model; None if it fits.
+    """A sentence that says why a tensor does not fit the model. None if it fits.
 
     Args:
-        name: of the tensor.
-        found: the tensor's shape; None if it is missing.
-        expected: the shape in the model; None if the model does not have this tensor.
+        name: name of the tensor.
+        found: the tensor's shape. None if the tensor is missing.
+        expected: the shape in the model. None if the model does not have this tensor.
     """
     if expected is None:
         return unknown(name)
@@ -273,7 +274,7 @@ def misfit(name: str, found: Shape | None, expected: Shape | None) -> str | None
 
 
 def lacking(model: ModelConfig, names: Collection[str]) -> str | None:
-    """A sentence that names the first missing tensor of the model; None if none is missing."""
+    """A sentence that names the first missing tensor of the model. None if none is missing."""
     missing = {name: shape for name, shape in all_shapes(model).items() if name not in names}
     if not missing:
         return None

@@ -1,7 +1,8 @@
 """Progress of long work: a log line every 15 s for people, and every change for a progress bar.
 
 Each change is a record of the logger `swarm.progress` that carries a `Progress`. One record in 15 s
-has the level INFO, the others have DEBUG. `peers/command_line/command.py` draws them as a bar.
+has the level INFO, the others have DEBUG. `peers/command_line/command.py` draws the records as a
+bar.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class Progress:
     Attributes:
         what: the work, such as "round 3/8".
         unit: what is counted, in the singular, such as "step".
-        done: how many are done.
-        total: how many there will be.
-        left_s: expected seconds until the end; None if not known.
-        details: further figures.
+        done: number of units that are done.
+        total: number of all units.
+        left_s: expected seconds until the end. None if not known.
+        details: text with further figures.
     """
 
     what: str
@@ -56,9 +57,9 @@ class Reporter:
     def at(
         self, done: int, total: int, details: str = "", left_s: float | None = None
     ) -> Progress | None:
-        """Records that `done` of `total` are done; returns the progress if a line was due.
+        """Records that `done` of `total` are done. Returns the progress if a line was due.
 
-        `left_s` are seconds until the end; by default they follow from the pace so far.
+        `left_s` are seconds until the end. By default they follow from the pace so far.
         """
         now_s = self._clock()
         if left_s is None and 0 < done <= total:
@@ -72,14 +73,14 @@ class Reporter:
         return progress if is_due else None
 
     def each(self, items: Iterable[Item], total: int) -> Iterator[Item]:
-        """The items one by one, each counted once the next one is asked for."""
+        """The items one by one. An item counts as done once the next item is asked for."""
         for done, item in enumerate(items, 1):
             yield item
             self.at(done, total)
 
 
 def fetching(also: Callable[[int, int], None] | None = None) -> Callable[[int, int], None]:
-    """A callback for the fetched and total bytes of a model; it calls `also` too."""
+    """A callback that reports the fetched and total bytes of a model, and also calls `also`."""
     reporter = Reporter("fetching the model", "MB")
 
     def say(here: int, total: int) -> None:
@@ -93,9 +94,9 @@ def fetching(also: Callable[[int, int], None] | None = None) -> Callable[[int, i
 
 
 def reading(name: str, total_bytes: int, documents: Iterable[bytes]) -> Iterator[bytes]:
-    """The documents of a text one by one; says how many MB of it were read.
+    """The documents of a text one by one. Reports how many MB of the text were read.
 
-    Packed files hold more text than bytes, so the total may grow as they are read.
+    Packed files hold more text than their size, so the total may grow while they are read.
     """
     reporter, num_bytes = Reporter(f"reading {name}", "MB"), 0
     for document in documents:

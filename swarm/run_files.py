@@ -13,7 +13,7 @@ from swarm.errors import ConfigError
 Kind = Literal["runs", "peers", "faults"]
 _HERE = Path(__file__).parent / "configs"
 PAGES = Path(__file__).parents[1]
-"""Pages are named by their path below it: `peers/README.md`, `swarm/configs/README.md`."""
+"""Folder of the pages, which are named by their path below it, such as `peers/README.md`."""
 
 
 def named_pages(text: str) -> list[Path]:
@@ -41,12 +41,13 @@ def read_text(path: Path, kind: Kind | None = None) -> str:
     """The text of a file that a person named.
 
     Args:
-        path: of the file.
-        kind: of the file, if it may be given by its name; the error then lists the names.
+        path: path of the file.
+        kind: kind of the file, if the person may give only its name. The error then lists the
+            names.
 
     Raises:
-        ConfigError: the file cannot be read; the message names it, and a file there with a similar
-            name.
+        ConfigError: the file cannot be read. The message names the file, and a file in its folder
+            with a similar name.
     """
     try:
         return path.expanduser().read_text(encoding="utf-8")

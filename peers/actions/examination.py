@@ -67,16 +67,16 @@ class Asked:
     """A person's request, with the facts about it in the state directory.
 
     Attributes:
-        wanted: which run is meant.
-        trust: the manifest to trust as the run's starting point; None for its first one.
+        wanted: the run that is meant.
+        trust: the manifest to trust as the run's starting point. None: manifest 0.
         invitation: text of the invitation that was given now, if any.
         state: the state directory.
         others: peers known from earlier starts.
         port: the port that was used at the first start.
-        peer_id: id of this peer; "" if it has none yet.
+        peer_id: id of this peer. "" if it has none yet.
         here: the run on disk that this peer would resume, unless given addresses lead elsewhere.
-        is_led: whether addresses were given.
-        founds: whether `wanted` is founded, whatever other runs are at the addresses.
+        is_led: whether the person gave addresses.
+        founds: whether `wanted` is founded even if the addresses have other runs.
     """
 
     wanted: Wanted
@@ -112,7 +112,7 @@ class Asked:
 
     @property
     def resumed(self) -> str | None:
-        """The run on disk that is resumed whatever run others are in; None if there is none."""
+        """The run on disk that is resumed, whatever run others are in. None if there is none."""
         says_which = self.wanted.run or self.wanted.run_id or not self.is_led
         return self.here if says_which else None
 
@@ -131,11 +131,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Entry:
-    """How a peer would come into a run, as far as can be known before it starts.
+    """How a peer would enter a run, as far as can be known before it starts.
 
     Attributes:
-        run: the run that it would be in; None if that is not known.
-        directory: that run's files on this disk, if there may be any.
+        run: the run that the peer would enter. None if not known.
+        directory: the run's files on this disk, if there may be any.
         founds: whether this peer would found the run.
     """
 
@@ -145,13 +145,13 @@ class Entry:
 
 
 def entry_of(asked: Asked, run: RunConfig | None, run_id: str | None, *, is_silent: bool) -> Entry:
-    """How a peer would come into its run, by its state directory and by the answers of others.
+    """How a peer would enter its run, by its state directory and by the answers of others.
 
     Args:
         asked: the person's request.
-        run: the announced run, if it is the one that is meant.
-        run_id: that run's id; None while it gathers peers.
-        is_silent: whether nobody could be asked, although addresses are known.
+        run: the announced run, if it is the run that is meant.
+        run_id: id of this run. None while it gathers peers.
+        is_silent: whether no peer could be asked, although addresses are known.
     """
     wanted, here, directory_of = asked.wanted, asked.here, asked.state.run
     if here and (run is None or run_id == here):
@@ -165,7 +165,7 @@ def entry_of(asked: Asked, run: RunConfig | None, run_id: str | None, *, is_sile
 
 
 def wanted_of(given: Options) -> Wanted:
-    """Which run the options mean.
+    """The run that the options mean.
 
     Raises:
         ConfigError: an option or the run file is wrong.
@@ -180,10 +180,11 @@ def wanted_of(given: Options) -> Wanted:
 
 
 def own_id(network: NetworkSection, state: StateDirectory) -> str:
-    """This peer's id; "" if it has none yet.
+    """This peer's id. "" if it has none yet.
 
     Raises:
-        StateError: its key cannot be read, or is missing although it has runs.
+        StateError: the key of the peer cannot be read, or is missing although the directory has
+            runs.
     """
     key = path_of_key(network.identity_path, state)
     return load_or_create_identity(key).peer_id if key.exists() else ""
@@ -204,10 +205,10 @@ def refusals(
 
     Args:
         given: the options.
-        config: of this machine, by the options of this start and of earlier ones.
+        config: configuration of this machine, by the options of this start and of earlier starts.
         state: the state directory.
-        wanted: which run is meant.
-        entry: how the peer would come into it.
+        wanted: the run that is meant.
+        entry: how the peer would enter the run.
     """
     run, network = entry.run, config.network
     checks: list[Callable[[], object]] = [
@@ -325,7 +326,7 @@ def _local(path: Path) -> Local:
 
 
 def _setting(name: str) -> str | None:
-    """A kernel setting of IPv4, which applies to IPv6 too; None if the system has none."""
+    """A kernel setting of IPv4, which applies to IPv6 too. None if the system does not have it."""
     try:
         return (SETTINGS / name).read_text().strip()
     except OSError:
@@ -333,7 +334,7 @@ def _setting(name: str) -> str | None:
 
 
 def _needs(run: RunConfig, around: Around, config: PeerConfig, folder: Path) -> Needs:
-    """The needs of the run, if this machine joins as one more peer."""
+    """The needs of the run, if this machine joins as a further peer."""
     others = around.capacities or (1.0,) * (run.run.peers - 1)
     owned = share_of(run, config.peer.capacity, others)
     _, plan = plan_here(run, owned, config.compute, folder)
@@ -355,8 +356,8 @@ def share_of(run: RunConfig, capacity: float, others: Sequence[float]) -> int:
     Policy: expert ownership.
 
     Args:
-        run: what is trained.
-        capacity: of the peer.
+        run: the run.
+        capacity: capacity of the peer.
         others: capacities of all other members.
     """
     fair = owned_per_peer(run, len(others) + 1)
@@ -376,12 +377,12 @@ class Around:
         fault: why the network could not be examined.
         addresses: addresses on which this machine listens.
         sights: views of the peers that answered.
-        rates: down and up.
+        rates: rates down and up.
         run: the announced run; `run_id` is its id, and `capacities` are those of its other members.
-        link: judges the rates for that run.
-        refused: why that run would not admit this peer, or why this peer would not start.
-        door_port: the port for blobs; 0: none, or any free port.
-        door_taken: why this peer cannot listen on that port.
+        link: judgement of the rates for this run.
+        refused: why the run would not admit this peer, or why this peer would not start.
+        door_port: the port for blobs. 0: none, or any free port.
+        door_taken: why this peer cannot listen on this port.
     """
 
     fault: str | None = None

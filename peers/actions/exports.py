@@ -1,4 +1,4 @@
-"""How the newest agreed model is found, fetched, written and evaluated."""
+"""Finds, fetches, writes and evaluates the newest agreed model."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class Evaluator:
 
     Attributes:
         scores: the file of scores.
-        tasks: tasks of lm-evaluation-harness, with their numbers of shots.
-        signer: signs published scores; None signs with a new key that is not stored.
+        tasks: tasks of lm-evaluation-harness, each with its number of shots.
+        signer: signs published scores. None: a new key signs, which is not stored.
         publish: whether scores are published to the run's monitors.
     """
 
@@ -85,12 +85,12 @@ class Evaluator:
     publish: bool = False
 
     def evaluate(self, folder: Path, facts: ExportFacts, observer: Observer | None) -> None:
-        """Measures one export for its card; reports a task that fails and continues with the rest.
+        """Measures one export for its card. Reports a failing task, and continues with the others.
 
         Args:
-            folder: of the export.
-            facts: what is exported.
-            observer: through which scores are published.
+            folder: folder of the export.
+            facts: facts of the exported model.
+            observer: publishes the scores.
 
         Raises:
             SwarmError: the export could not be measured, or scores could not be published.
@@ -122,7 +122,7 @@ class Evaluator:
             self._keep(facts, measured, told, observer)
 
     def try_to_evaluate(self, folder: Path, facts: ExportFacts, observer: Observer) -> None:
-        """Calls `evaluate`, but reports errors instead of raising them: more exports follow."""
+        """Calls `evaluate`, but only reports errors, because more exports follow."""
         try:
             self.evaluate(folder, facts, observer)
         except (SwarmError, OSError) as error:
@@ -132,7 +132,7 @@ class Evaluator:
             )
 
     def repeat_newest(self, run_id: str, observer: Observer) -> None:
-        """Publishes scores measured before a restart; errors are reported, not raised."""
+        """Publishes scores measured before a restart. Reports errors instead of raising them."""
         try:
             record = newest_scores(self.scores) if self.publish else None
             if record:
@@ -157,9 +157,10 @@ class Evaluator:
 def evaluator_of(
     given: Options, scores: Path, tasks: str | None, *, is_wanted: bool, publish: bool
 ) -> Evaluator | None:
-    """The evaluator that a person asked for; None if nothing is to be measured.
+    """The evaluator that a person asked for. None if nothing is to be measured.
 
-    Scores are signed with the key that was named, or else with the key in the state directory.
+    Scores are signed with the key that the person named, or else with the key in the state
+    directory.
 
     Raises:
         ConfigError: options contradict each other, or the harness lacks a task.
@@ -185,20 +186,20 @@ def evaluator_of(
 
 START_S = 30.0
 ENDS_FOLLOWING = (SwarmError, OSError, KeyboardInterrupt, SystemExit)
-"""These end the export of a run's rounds. After other errors, such as a brief lack of memory, it
-continues."""
+"""Errors that end the export of a run's rounds. After other errors, such as a brief lack of memory,
+the export continues."""
 FETCHING = ".fetching"
 """Folder for fetched values within the folder of an export, until the export is complete."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which rounds of a run are exported.
+    """The choice of a run's rounds to export.
 
     Attributes:
-        folder: contains the exports.
-        every: rounds from one export to the next; the run's last round is always exported.
-        keep: how many exports are kept.
+        folder: folder of the exports.
+        every: rounds from one export to the next. The run's last round is always exported.
+        keep: number of exports that are kept.
     """
 
     folder: Path
@@ -219,7 +220,7 @@ def form_of(dtype: Dtype, max_shard_size: str, license_name: str | None) -> Form
 
 
 def pushed_to(repo: str | None) -> Extra:
-    """A function that uploads an export to a repository of the hub; does nothing without one.
+    """A function that uploads an export to a repository of the hub. Without `repo` it does nothing.
 
     Raises:
         ConfigError: the extra hf is not installed, or there is no token.
@@ -271,7 +272,7 @@ def follow(
     evaluator: Evaluator | None = None,
     published: Extra = nothing_more,
 ) -> None:
-    """Exports a run's rounds as they are agreed, until the last one.
+    """Exports a run's rounds as they are agreed, until the last round.
 
     Raises:
         ConfigError: no address of a peer was given, or the folder holds another run's exports.
@@ -334,7 +335,7 @@ def _from_peers(
 
 @contextlib.contextmanager
 def _fetched_beside(out: Path) -> Iterator[BlobStore]:
-    """A store for fetched values in the folder of the export, where there is room for a model.
+    """A store for fetched values in the folder of the export, since its disk has room for a model.
 
     Values that arrived before an error or a kill stay for the next try.
 
@@ -356,7 +357,7 @@ def _fetched_beside(out: Path) -> Iterator[BlobStore]:
 
 @contextlib.contextmanager
 def _on_disk(path: Path, run_id: str | None, form: Form) -> Iterator[tuple[ExportFacts, None]]:
-    """The newest model on the disk of a peer that is not running; raises like `open_state`."""
+    """The newest model on the disk of a peer that is not running. Raises like `open_state`."""
     state, model = open_state(path, run_id)
     try:
         name = run_id or state.last_run

@@ -14,7 +14,7 @@ from swarm.protocol.timing.fitness import Fitness, LinkVerdict, cap_advice
 from swarm.train.engine.hardware import Processor
 
 CLOCK_LIMIT_S = 3.0
-"""If clocks differ by more, peers refuse each other's pings (hivemind)."""
+"""Largest difference of clocks at which peers do not refuse each other's pings (hivemind)."""
 CLOCK_NEAR_S = 1.0
 LONG_RTT_MS = 1000.0
 FEW_FILES = 1024
@@ -24,17 +24,17 @@ class Level(Enum):
     """How bad a finding is."""
 
     GOOD = "good"  # nothing to do
-    WARNING = "warning"  # the peer can take part, though not as well as it could
-    FAULT = "fault"  # it cannot take part
+    WARNING = "warning"  # the peer can take part, but not as well as it could
+    FAULT = "fault"  # the peer cannot take part
 
 
 class Nat(Enum):
-    """Address translation between this machine and the other peers, as those peers see it."""
+    """Address translation between this machine and the other peers, as the others see it."""
 
-    NONE = "none"  # they see an address of this machine
-    SAME_PORT = "same_port"  # translated; all of them see one port
-    OTHER_PORTS = "other_ports"  # translated; each of them sees another port
-    TRANSLATED = "translated"  # translated; only one peer was there to ask
+    NONE = "none"  # others see an address of this machine
+    SAME_PORT = "same_port"  # translated: all others see one port
+    OTHER_PORTS = "other_ports"  # translated: each peer sees another port
+    TRANSLATED = "translated"  # translated: only one peer could be asked
     UNKNOWN = "unknown"  # no peer could be asked
 
 
@@ -45,14 +45,14 @@ class Local:
     disk_free_bytes: int | None
     """None if it could not be read."""
     open_files: int
-    """Limit of this process."""
+    """Limit of open files of this process."""
     state_fault: str | None
     """Why the state directory cannot be written."""
     state_in_use: bool
     version: str
     computes_with: Processor = field(default_factory=Processor)
     congestion: str | None = None
-    """TCP's congestion control here; None if the system does not name it."""
+    """TCP's congestion control here. None if the system does not name it."""
     congestion_known: tuple[str, ...] = ()
     """The congestion controls that the kernel has loaded."""
 
@@ -62,10 +62,10 @@ class Sight:
     """One peer's view of this machine.
 
     Attributes:
-        peer_id: that peer.
+        peer_id: id of the peer.
         rtt_ms: round trip to the peer.
         clock_offset_s: the peer's clock minus ours.
-        version: of the peer's software.
+        version: version of the peer's software.
         seen_at: transport address from which our connection comes, as the peer sees it.
         dialled: whether the peer was asked to dial us, at the host of `seen_at`.
         dial_fault: why the peer could not dial us.
@@ -87,12 +87,12 @@ class Needs:
     """The needs of a run, for a peer on this machine.
 
     Attributes:
-        name: of the run.
+        name: name of the run.
         disk_bytes: size of the state directory.
         engine: the engine that was planned for this machine, in words.
         engine_fits: whether this machine has the memory for that engine.
-        link: judges the measured link for the run; None if it was not measured.
-        held_bytes: bytes of the run that the state directory has already.
+        link: judgement of the measured link for the run. None if it was not measured.
+        held_bytes: bytes of the run that the state directory already has.
     """
 
     name: str
@@ -110,14 +110,14 @@ class Examined:
     Attributes:
         local: this machine.
         network_fault: why there is no connection at all.
-        addresses: addresses on which this machine listens; empty in client mode.
+        addresses: addresses on which this machine listens. Empty in client mode.
         sights: views of the peers that answered.
         down_mbit: best download rate from any of these peers.
-        up_mbit: best upload rate to any of them.
-        needs: of the run, if one was named or found.
+        up_mbit: best upload rate to any of these peers.
+        needs: needs of the run, if a run was named or found.
         refused: why swarm-peer would refuse to start with these options.
         door_port: the port for blobs; 0: none, or any free port.
-        door_taken: why this machine cannot listen on that port.
+        door_taken: why this machine cannot listen on this port.
     """
 
     local: Local
@@ -179,7 +179,7 @@ def can_take_part(findings: Sequence[Finding]) -> bool:
 
 
 def verdict_of(examined: Examined, findings: Sequence[Finding]) -> bool | None:
-    """Whether this machine can take part; None if no peer was asked that could tell."""
+    """Whether this machine can take part. None if no peer could be asked."""
     if not can_take_part(findings):
         return False
     return True if examined.sights else None
@@ -231,9 +231,9 @@ def _of_refused(refused: Sequence[str]) -> list[Finding]:
 
 
 def _of_congestion(local: Local) -> list[Finding]:
-    """No finding is a warning: the best control depends on packet loss, which is not known here.
+    """Finds no warning, because the best control depends on packet loss, which is unknown here.
 
-    Loss-based controls (reno, cubic) take any loss for congestion. But where all peers send at once
+    Loss-based controls (reno, cubic) take any loss for congestion. But if all peers send at once
     over lines without loss, bbr uses less of the lines (scripts/README.md, "what rounds use of a
     line"). There is no finding if the system does not name its control.
     """
@@ -286,7 +286,7 @@ def _of_reachability(addresses: Sequence[str], sights: Sequence[Sight]) -> Findi
 
 
 def _of_door(examined: Examined) -> list[Finding]:
-    """Without the second port, blobs share libp2p's one connection, and votes wait behind them."""
+    """Without the second port, blobs share libp2p's connection, and votes wait behind blobs."""
     topic, port = "port for blobs", examined.door_port
     asked = [sight for sight in examined.sights if sight.dialled]
     if not (port and examined.addresses and asked):
@@ -310,7 +310,7 @@ def _of_door(examined: Examined) -> list[Finding]:
 
 
 def _dialled_at(sights: Sequence[Sight], port: str) -> str:
-    """The addresses at which these peers have dialled: the hosts where they see this machine."""
+    """The addresses that these peers have dialled: the hosts where they see this machine."""
     hosts = sorted({"/".join(sight.seen_at.split("/")[:3]) for sight in sights})
     return " and ".join(f"{host}/tcp/{port}" for host in hosts)
 

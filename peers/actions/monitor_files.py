@@ -1,4 +1,4 @@
-"""The files of swarm-monitor: its own history, which it also writes, and the histories of peers."""
+"""The files of swarm-monitor: its own history, which it also writes, and peers' histories."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class HistoryFile:
             ) from error
 
     def before(self, first: Snapshot) -> Snapshot | None:
-        """The state of the run before the first look, by the file."""
+        """The state of the run before the first look, according to the file."""
         return history.recalled(first, self._kept) if self._kept else None
 
     def keep(self, snapshot: Snapshot) -> None:
-        """Rewrites the file if there is something new.
+        """Rewrites the file if the snapshot has news.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         kept = history.kept_of(snapshot)
         if kept != self._kept:
@@ -56,7 +56,7 @@ class Earlier:
     """`--events FILE`: the rounds before the first look, from histories of peers."""
 
     def __init__(self, paths: Sequence[Path], kept: HistoryFile | None) -> None:
-        """Reads the files. `kept` has precedence over them, and saves what the monitor sees.
+        """Reads the files. `kept` takes precedence over them, and saves what the monitor sees.
 
         Raises:
             ConfigError: a file is not a readable history of a peer, or the runs differ.
@@ -73,7 +73,7 @@ class Earlier:
         self._named = named
 
     def before(self, first: Snapshot) -> Snapshot | None:
-        """The state of the run before the first look, by the files.
+        """The state of the run before the first look, according to the files.
 
         Raises:
             ConfigError: the files are of another run.
@@ -94,12 +94,12 @@ class Earlier:
 
 
 class Replay:
-    """`--replay STATE_DIR`: each look shows the next manifest; the last manifest stays."""
+    """`--replay STATE_DIR`: each look shows the next manifest. The last manifest stays."""
 
     refresh_s = 2.0
 
     def __init__(self, folder: Path, *, to_end: bool = False) -> None:
-        """Reads the histories below a peer's state directory, or below that of swarm-local.
+        """Reads the histories below the state directory of a peer or of swarm-local.
 
         With `to_end`, the first look is at the last manifest.
 
@@ -125,7 +125,7 @@ class Replay:
         self.before: Snapshot | None = None
 
     def look(self) -> Snapshot:
-        """The next frame, or the last one again."""
+        """The next frame, or the last frame again."""
         self.before = next(self._frames, self.before)
         assert self.before is not None, "there is a first one"
         return self.before
@@ -139,7 +139,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
-    """The events in whole lines; a kill may have cut a line short."""
+    """The events in whole lines, since a kill may have cut a line short."""
     reader = EventReader()
     for line in durable.read_lines(path):
         try:

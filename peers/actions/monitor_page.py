@@ -1,4 +1,4 @@
-"""swarm-monitor --http: looks at the run in one thread, serves the page from another."""
+"""swarm-monitor --http: looks at the run in one thread, and serves the page from another."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Looks(Protocol):
         """Seconds from one look to the next."""
 
     def look(self) -> Snapshot:
-        """The newest snapshot; raises a `SwarmError` if there is none now."""
+        """The newest snapshot. Raises a `SwarmError` if there is none now."""
 
 
 def bound_to(address: str) -> socket.socket:
@@ -60,7 +60,8 @@ def page_at(address: str) -> Callable[[Looks], None]:
     """Returns a function that serves the page at `HOST:PORT` until the process is asked to end.
 
     Args:
-        address: bound at once, so that a port in use is reported before anything else starts.
+        address: listening address, bound at once, so that a port in use is reported before other
+            work.
 
     Raises:
         ConfigError: the address cannot be listened on.
@@ -77,7 +78,7 @@ def _show_page(bound: socket.socket, name: str, source: Looks) -> None:
     try:
         serve(feed, bound, name)
     finally:
-        watcher.stopping.set()  # not awaited: a look may take long, and it holds nothing
+        watcher.stopping.set()  # not awaited, since a look may take long and holds no resources
         bound.close()
 
 

@@ -1,4 +1,4 @@
-"""swarm-peer after its options are read: it takes part, prints, and leaves when asked to."""
+"""The work of swarm-peer: it takes part, prints, and leaves when a person asks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 def leave_on_signals(stop: Stop) -> None:
-    """After a first Ctrl+C, SIGTERM or SIGHUP, leaves cleanly within a time-out; a second, at once.
+    """Leaves in order, within a time-out, after a first Ctrl+C, SIGTERM or SIGHUP.
 
-    SIGHUP never leaves at once: when a terminal is closed, its shell and the kernel both send one.
-    A signal that nohup ignores stays ignored.
+    After a second Ctrl+C or SIGTERM the peer ends at once. A second SIGHUP does not count: a closed
+    terminal sends two, by its shell and by the kernel. A signal that nohup ignores stays ignored.
     """
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
@@ -54,16 +54,16 @@ def _say(line: str) -> None:
 
 
 def observer_of(options: Options, observer: PeerObserver | None) -> PeerObserver:
-    """The observer: `observer`, else one that prints events, and draws them with --tensorboard.
+    """`observer`, or else an observer that prints events, and draws them with --tensorboard.
 
     Raises:
-        ConfigError: --tensorboard excludes another observer; or tensorboardX is missing.
+        ConfigError: --tensorboard was given with another observer, or tensorboardX is missing.
     """
     if options.tensorboard is None:
         return observer or Printed()
     if observer:
         raise ConfigError("--tensorboard goes with swarm-peer alone", hint="leave it out")
-    from peers.actions.tensorboard import Drawn  # an extra: only where it is asked for
+    from peers.actions.tensorboard import Drawn  # an extra: imported only on request
 
     return Drawn(options.tensorboard)
 
@@ -74,10 +74,10 @@ def take_part(
     """Takes part in a run until it is finished, or until a person stops this peer.
 
     Args:
-        config: of this machine.
+        config: configuration of this machine.
         run: the configuration of the given run file, if there is one.
         options: the other given options.
-        observer: notified of events, in place of the person.
+        observer: notified of events, in place of a person.
     """
     wanted = Wanted(
         run=run,
@@ -89,7 +89,8 @@ def take_part(
         tokenizer=options.tokenizer,
         initialise_from=options.initialise_from,
     )
-    # The network's thread must not wait long for the trainer's (measured: a step takes x1.0-1.3).
+    # The network's thread must not wait long for the trainer (measured: steps take 1.0 to 1.3
+    # times).
     sys.setswitchinterval(0.0002)
     raise_file_limit()
     watch_for_unborn_threads()

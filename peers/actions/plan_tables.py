@@ -46,13 +46,13 @@ class LinkTable:
     """A run and the known settings, planned on one link.
 
     Attributes:
-        link: the link of a peer; a cap replaces a rate that is higher.
+        link: the link of a peer, with rates no higher than the caps.
         rates: up and down in Mbit/s, as far as packet loss allows.
         compute_s: seconds of the local steps of a cycle.
-        wanted: wanted share of the time computing.
+        wanted: wanted share of time spent computing.
         own: the run with the settings of its file.
-        others: the known settings that reach the wanted share, the best price first.
-        best: the known setting with the largest share, shown if none reaches the wanted one.
+        others: the known settings that reach the wanted share, in order of price.
+        best: the known setting with the largest share, shown if none reaches the wanted share.
         quota_gb: monthly quota, if one is set.
     """
 
@@ -67,13 +67,13 @@ class LinkTable:
 
     @property
     def month_gb(self) -> float:
-        """GB both ways in 30 days of the run with the settings of its file."""
+        """GB in 30 days, both ways, of the run with the settings of its file."""
         cycle_s = self.own.plan.round_s * self.own.setting.rounds
         return 2 * self.own.plan.cycle_bytes / 1e9 * MONTH_S / cycle_s
 
 
 def link_named(text: str) -> LinkRates:
-    """A link by its rates, or by the name of an emulated one.
+    """A link by its rates, or by the name of an emulated link.
 
     Raises:
         ConfigError: the text is neither.
@@ -96,12 +96,12 @@ def table_for(
     """Plans the run, and all known settings, on a link.
 
     Args:
-        run: with the settings of its file.
-        link: of a peer.
-        network: that peer's caps and quota.
+        run: the run with the settings of its file.
+        link: link of a peer.
+        network: the peer's caps and quota.
         step_s: seconds of a local step.
-        wanted: wanted share of the time computing.
-        beside: `Assumptions.is_beside`, of the planned engine.
+        wanted: wanted share of time spent computing.
+        beside: `Assumptions.is_beside` of the planned engine.
     """
     capped = LinkRates(
         min(link.up_mbit, network.max_upload_mbit or link.up_mbit),
@@ -304,7 +304,7 @@ def held_by(run: RunConfig, planned: RunPlan) -> list[tuple[str, Need]]:
 
 
 def ways_table(run: RunConfig, planned: RunPlan) -> Table:
-    """Every way to cut the model over the workers, for people; the chosen one first."""
+    """Every way to cut the model over the workers, for people, the chosen way first."""
     title = "ways to cut the model over the workers, in seconds of a step"
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     columns = ("ep", "pp", "tp", "moments", "fits", "device", "compute", "wait", "send", "step")
@@ -335,7 +335,7 @@ def ways_table(run: RunConfig, planned: RunPlan) -> Table:
 
 
 def workers_figures(run: RunConfig, planned: RunPlan) -> dict[str, Any]:
-    """Figures of the workers for scripts; bytes are those of one worker."""
+    """Figures of the workers for scripts. Bytes are those of one worker."""
     plan, fabric = planned.engine, planned.machine.fabric
     held = held_by(run, planned)
     return {

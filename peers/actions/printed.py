@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def join_line(address: str, run_id: str | None = None, invitation: str | None = None) -> str:
-    """The command that joins; the run's id is needed if several runs are announced."""
+    """The command that joins a run. The run's id is needed if several runs are announced."""
     named = f" --run-id {run_id}" if run_id else ""
     invited = f" --invitation {invitation}" if invitation else ""
     return f"swarm-peer --initial-peers {address}{named}{invited}"
@@ -24,7 +24,7 @@ def join_line(address: str, run_id: str | None = None, invitation: str | None = 
 def say_how_to_join(
     addresses: Sequence[str], run_id: str | None = None, invitation: str | None = None
 ) -> None:
-    """Prints the line for the first of a peer's addresses; nothing if it has none."""
+    """Prints the joining command for a peer's first address. Prints nothing without an address."""
     for address in addresses[:1]:
         click.echo(join_line(address, run_id, invitation))
         if is_loopback(address):
@@ -35,16 +35,16 @@ def say_how_to_join(
 
 
 class Printed(PeerObserver):
-    """Prints the lines that people and scripts need, above all the one with which others join."""
+    """Prints lines for people and scripts, above all the command with which others join."""
 
     _invitation: str | None = None
 
     def on_invitation(self, text: str) -> None:
-        """Keeps the invitation for the line with which others join."""
+        """Keeps the invitation for the command with which others join."""
         self._invitation = text
 
     def on_address(self, address: str) -> None:
-        """Prints the line for this address at once, before that for any other address."""
+        """Prints the command for this address at once, before other addresses."""
         say_how_to_join([address], invitation=self._invitation)
 
     def on_notice(self, line: str) -> None:

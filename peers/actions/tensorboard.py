@@ -21,12 +21,12 @@ from swarm.train.engine.rank_figures import folded
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED = 256
-"""Limit of queued scalars; a step has six."""
+"""Limit of queued scalars. A step has six scalars."""
 FLUSH_S = 10.0
 THINNED_AFTER = 100_000
-"""After this many drawn steps, only every second step is drawn; after as many again, every fourth.
-
-So weeks of steps take some hundred MB. TensorBoard itself shows 1,000 points of a curve."""
+"""Number of drawn steps after which only every second step is drawn, and after the same number
+again every fourth. So weeks of steps take some hundred MB. TensorBoard itself shows 1,000 points of
+a curve."""
 CLOSE_S = 5.0
 """Limit for writing the remaining scalars when the program ends."""
 
@@ -47,7 +47,7 @@ def writer_type() -> Any:
 
 
 class EventFile:
-    """A new file of scalars in a folder, which is made if it is missing."""
+    """A new file of scalars in a folder. A missing folder is made."""
 
     def __init__(self, folder: Path) -> None:
         """Opens the file.
@@ -63,7 +63,7 @@ class EventFile:
         self._events, self._writer = event_pb2, kind(str(folder / "events"))
 
     def write(self, name: str, value: float, step: int) -> None:
-        """Adds a scalar; an `OSError` may come now or with the next flush."""
+        """Adds a scalar. Raises an `OSError` now or at the next flush."""
         event = self._events.Event(wall_time=time.time(), step=step)
         event.summary.value.add(tag=name, simple_value=value)
         self._writer.write_event(event)
@@ -78,10 +78,10 @@ class EventFile:
 
 
 class Drawn(Printed):
-    """Writes scalars: of local steps by the run's step, of rounds by the round's number.
+    """Writes scalars of local steps by the run's step, and of rounds by the round's number.
 
     A separate thread writes them, so that training never waits for the disk. Scalars that a slow
-    disk cannot take in time are left out. After a fault nothing more is drawn.
+    disk cannot take in time are left out. After an error, nothing is drawn.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -175,7 +175,7 @@ class Drawn(Printed):
             )
 
     def _write_queued(self) -> None:
-        """Writes until the thread is to stop; flushes at most every `FLUSH_S`."""
+        """Writes until the thread is asked to stop. Flushes at most every `FLUSH_S`."""
         flushed_s, is_flushed = time.monotonic(), True
         while True:
             is_ending = self._thread.stopping.is_set()

@@ -1,4 +1,4 @@
-"""How much of its text a run has read, by the state that its peers agreed on."""
+"""How much of its text a run has read, by the agreed state."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def coverage(folder: Path | None, addresses: Sequence[str], run_id: str | None) 
     """How much text is covered, open and repeated, in windows of the run's sequence length.
 
     Args:
-        folder: state directory of a peer that is not running; None to ask peers.
-        addresses: of peers of the run.
-        run_id: which run, if there are several.
+        folder: state directory of a peer that is not running. None to ask peers.
+        addresses: addresses of peers of the run.
+        run_id: id of the run, if there are several.
 
     Raises:
         StateError: there is no run in the directory, or its peer is running.
         NobodyReachable: no peer answers, or none gave the agreed state.
-        DataError: in this run every peer has a text of its own.
+        DataError: in this run every peer has its own text.
     """
     if folder is None:
         seen = look(addresses, run_id)

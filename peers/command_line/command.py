@@ -1,6 +1,6 @@
 """The base of all programs: click commands whose errors are one line and an exit code.
 
-Their logs go to stderr: colored on a terminal, `key=value` lines elsewhere, or JSON.
+Logs go to stderr: colored on a terminal, plain lines elsewhere, or JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 class PrintableFormatter(logging.Formatter):
-    """One printable line for each message; the lines of a traceback follow, indented."""
+    """One printable line for each message, followed by the indented lines of a traceback."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line."""
@@ -44,7 +44,7 @@ class PrintableFormatter(logging.Formatter):
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:
-        """The traceback; the error's message may quote a peer, over several lines."""
+        """The traceback with all lines escaped, since the error's message may quote a peer."""
         lines = super().formatException(ei).split("\n")
         return "\n".join("    " + printable(line) for line in lines)
 
@@ -83,7 +83,7 @@ class TerminalHandler(RichHandler):
         self.bars = Bars(BarColumn(20), words, console=console, transient=True)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Shows a line or a new state of the bar; nothing on a terminal that was closed."""
+        """Shows a line or a new state of the bar. Shows nothing on a closed terminal."""
         progress = getattr(record, "progress", None)
         if isinstance(progress, Progress):
             with contextlib.suppress(OSError):
@@ -98,7 +98,7 @@ class TerminalHandler(RichHandler):
         super().close()
 
     def draw(self, progress: Progress) -> None:
-        """Shows how far the work is, and removes the bar once the work is done."""
+        """Shows the progress of the work, and removes the bar once the work is done."""
         words = printable(str(progress))
         if progress.done >= progress.total:
             self.bars.stop()
@@ -120,8 +120,8 @@ def configure_logging(log_format: str, level: str = "info") -> None:
     """Sets up the root logger, and removes its earlier handlers.
 
     Args:
-        log_format: one of `LOG_FORMATS`; "auto" depends on whether stderr is a terminal.
-        level: one of `LOG_LEVELS`, the lowest that is logged.
+        log_format: one of `LOG_FORMATS`. "auto" depends on whether stderr is a terminal.
+        level: one of `LOG_LEVELS`, the lowest level that is logged.
     """
     handler: logging.Handler
     draws = log_format == "auto" and sys.stderr.isatty() and level in ("debug", "info")
@@ -149,7 +149,7 @@ class GroupedOption(click.Option):
     """An option that the help text shows under a heading.
 
     Attributes:
-        group: the heading; "Options" for options that only one program has.
+        group: the heading. "Options" for options that only one program has.
     """
 
     def __init__(self, *arguments: Any, group: str = "Options", **attributes: Any) -> None:
@@ -161,7 +161,7 @@ class Program(click.Command):
     """A command whose errors are one line and an exit code."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes all options under the headings of their groups, then the environment's form."""
+        """Writes all options under the headings of their groups, then a note on the environment."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             if record := parameter.get_help_record(ctx):
@@ -174,7 +174,7 @@ class Program(click.Command):
             self.format_commands(ctx, formatter)
         if any(page.is_file() for page in named_pages(self.help or "")):
             formatter.write_paragraph()
-            formatter.write(f"Pages are in {PAGES}\n")  # unwrapped, so that it can be copied
+            formatter.write(f"Pages are in {PAGES}\n")  # unwrapped, so that the path can be copied
         if twin := next((p.envvar for p in self.params if p.envvar), None):
             formatter.write_paragraph()
             flag = "--" + str(twin).removeprefix("SWARM_").replace("_", "-").lower()
@@ -194,7 +194,7 @@ class Program(click.Command):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
-        """Runs the program; in standalone mode it never returns."""
+        """Runs the program. Never returns in standalone mode."""
         sys.modules.setdefault("scipy.optimize", _ScipyOptimize("scipy.optimize"))
         run = functools.partial(
             super().main, args, prog_name, complete_var, standalone_mode=False, **extra
@@ -223,10 +223,10 @@ class Program(click.Command):
 
 
 class _ScipyOptimize(ModuleType):
-    """Stands in for scipy.optimize until an attribute of it is read.
+    """Stands in for scipy.optimize until an attribute is read.
 
-    hivemind imports scipy.optimize for its averager, which no peer uses. That would add 0.4 s to
-    the start of each program.
+    hivemind imports scipy.optimize for its averager, which no peer uses. The import would add 0.4 s
+    to the start of each program.
     """
 
     def __getattr__(self, name: str) -> object:
@@ -238,7 +238,7 @@ class _ScipyOptimize(ModuleType):
 
 
 def program(name: str) -> Callable[[Callable[..., Any]], Program]:
-    """Makes a function the program with this name; the function's docstring is the help text."""
+    """Makes a function the program with this name. The function's docstring is the help text."""
     settings = {
         "token_normalize_func": lambda token: token.replace("_", "-"),
         "help_option_names": ["-h", "--help"],
@@ -252,8 +252,8 @@ def program(name: str) -> Callable[[Callable[..., Any]], Program]:
 def ending_as_ctrl_c() -> Iterator[None]:
     """Within the block, SIGTERM and SIGHUP act as Ctrl+C: the program first ends its processes.
 
-    Only the first signal counts, since the shell of a closed terminal repeats it meanwhile. A
-    signal that nohup ignores stays ignored.
+    Only the first signal counts, since the shell of a closed terminal repeats SIGHUP. A signal that
+    nohup ignores stays ignored.
     """
     heard = [
         number
@@ -283,7 +283,7 @@ def for_tables() -> Console:
 
 
 def version_option(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The option --version of the program of this name."""
+    """The option --version of the program with this name."""
     return click.version_option(__version__, prog_name=name, message="%(prog)s %(version)s")
 
 

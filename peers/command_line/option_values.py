@@ -19,7 +19,7 @@ from swarm.run_files import Kind, find_file, read_text
 
 
 def as_toml(*configs: RunConfig | PeerConfig) -> str:
-    """Configurations as TOML, defaults included; reading the TOML gives the same configurations."""
+    """Configurations as TOML with defaults. Reading the TOML gives the same configurations."""
     lines: list[str] = []
     for config in configs:
         for name, section in config.model_dump().items():
@@ -33,7 +33,7 @@ def as_toml(*configs: RunConfig | PeerConfig) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """One value in the form that follows its key."""
+    """One value as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, tuple | list):
@@ -45,7 +45,7 @@ def toml_value(value: Any) -> str:
 
 
 class Setting(click.types.StringParamType):
-    """`section.field=value`; in SWARM_SET several are separated by semicolons."""
+    """`section.field=value`. In SWARM_SET, semicolons separate several settings."""
 
     name = "section.field=value"
     envvar_list_splitter = ";"
@@ -63,7 +63,7 @@ def number_or_all(_: click.Context, __: click.Parameter, text: str | None) -> in
 def split_addresses(
     _: click.Context, __: click.Parameter, values: Sequence[str]
 ) -> tuple[str, ...]:
-    """Addresses from texts with one, with several separated by commas or spaces, or `@FILE`."""
+    """Addresses from texts: one address, several with commas or spaces between, or `@FILE`."""
     return tuple(address for value in values for address in _addresses_in(value))
 
 
@@ -131,7 +131,7 @@ def file_of(kind: Kind) -> Callable[[click.Context, click.Parameter, Path | None
 
 
 def require_folder(out: Path) -> None:
-    """Makes sure, before any work, that an export can be written.
+    """Makes sure, before other work, that an export can be written.
 
     Raises:
         ConfigError: the folder is a file, or cannot be written to.

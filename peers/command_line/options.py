@@ -26,7 +26,7 @@ from swarm.run_files import read_text
 
 
 def option(flag: str, **attributes: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A click option that the environment variable SWARM_FLAG sets too."""
+    """A click option that the environment variable SWARM_FLAG also sets."""
     twin = "SWARM_" + flag.split("/")[0].removeprefix("--").replace("-", "_").upper()
     names = [flag, attributes.pop("dest")] if "dest" in attributes else [flag]
     return click.option(*names, cls=GroupedOption, envvar=twin, **attributes)
@@ -36,10 +36,10 @@ def _flag(flag: str, text: str, *, sets: str = "", **attributes: Any) -> Any:
     """A field of `Options`, which a flag or its environment variable sets.
 
     Args:
-        flag: as on the command line.
-        text: help text; the setting's default is added unless the text mentions a default.
-        sets: the setting of a configuration that the flag replaces, as `section.field`.
-        attributes: of the click option; `default` is the field's default too.
+        flag: the flag as on the command line.
+        text: help text. The setting's default is added unless the text mentions a default.
+        sets: the setting that the flag replaces in a configuration, as `section.field`.
+        attributes: attributes of the click option. `default` is also the field's default.
     """
     default = attributes.get("default", () if attributes.get("multiple") else None)
     shown = _shown_default(sets)
@@ -50,7 +50,7 @@ def _flag(flag: str, text: str, *, sets: str = "", **attributes: Any) -> Any:
 
 
 def _shown_default(sets: str) -> str:
-    """The default of a setting of this machine as the help text shows it; empty if it has none."""
+    """The default of a machine's setting as the help text shows it. Empty if there is none."""
     section, _, name = sets.partition(".")
     if section not in PeerConfig.model_fields:
         return ""
@@ -76,9 +76,9 @@ _POSITIVE = click.IntRange(min=1)
 
 @dataclass(frozen=True)
 class Options:
-    """The given options, from command line and environment; None or () if an option is not given.
+    """The given options, from command line and environment. None or () if not given.
 
-    Each flag is declared here and nowhere else; programs name the fields that they take.
+    Each flag is declared only here. Programs name the fields that they take.
     """
 
     run: Path | None = _path(
@@ -370,10 +370,10 @@ class Options:
         "--tensorboard", "Folder to write losses into for TensorBoard."
     )
     from_environment: frozenset[str] = frozenset()
-    """Fields whose values come from the environment, which any flag overrides."""
+    """Fields with values from the environment, which any flag overrides."""
 
     founds: bool = False
-    """Whether the program may found a run by itself: it has --wait-for-peers."""
+    """Whether the program may found a run, since it has --wait-for-peers."""
 
     def run_settings(self) -> tuple[str, ...]:
         """Overrides of the run configuration: --set, --rounds, --peers and what a founder gives.
@@ -394,7 +394,7 @@ class Options:
         return self._overrides(PeerConfig)
 
     def asked_of_run(self) -> dict[str, Any]:
-        """`section.field` -> value of every override; the run that a peer joins must have these."""
+        """Values of all overridden `section.field`s. The run that a peer joins must have them."""
         parsed = (parse_override(setting) for setting in self.run_settings())
         return {f"{section}.{field}": value for section, field, value in parsed}
 

@@ -3,8 +3,8 @@
 
 Two peers of a model of 21 M parameters (`--large`: 104 M) in one process, fp32 throughout, in the
 plain arithmetic of SPES: local steps, a mean of the shared tensors, each expert from its owner.
-After `BEFORE` rounds one peer leaves, and the other one trains all experts further. In every
-variant it adopts the newest agreed values, and reads the same data with the same seed. Only the
+After `BEFORE` rounds one peer leaves, and the other trains all experts further. In every variant
+the other peer adopts the newest agreed values, and reads the same data with the same seed. Only the
 moments differ:
 
 handed    the newest, as a leaving owner hands them over
@@ -12,8 +12,8 @@ old 1     from one round before, as a backup of every round would have at best
 old 5     from five rounds before
 zero      none
 
-Each variant of a seed appends a JSON line to `--out`. Results with equal settings and text are not
-computed again. `--table` makes the table of the seeds from these lines.
+Each variant of a seed appends a JSON line to `--out`. Existing results of equal settings and text
+are not computed again. `--table` makes a table from these lines.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ Named = dict[str, Tensor]
 
 
 class Pair:
-    """Two peers that share the experts until the second one leaves."""
+    """Two peers that share the experts until the second peer leaves."""
 
     def __init__(self, run: RunConfig, loader: Loader) -> None:
-        """Starts both with the initial model and their halves of the experts."""
+        """Starts both peers with the initial model and their halves of the experts."""
         self.run, self.loader = run, loader
         experts = range(run.model.num_experts)
         self.halves = [[e for e in experts if e % 2 == peer] for peer in (0, 1)]
@@ -128,7 +128,7 @@ def losses_of(run: RunConfig, variants: Sequence[str], results: Results) -> dict
 
 
 def key_of(run: RunConfig) -> str:
-    """The settings that a training depends on, without its text."""
+    """The settings on which a training depends, except its text."""
     return f"{run.fingerprint()}, {BEFORE} rounds, measured at {MEASURED}"
 
 
@@ -151,7 +151,7 @@ def measure(run: RunConfig, variants: Sequence[str], corpus: Corpus, results: Re
 
 
 def table(by_seed: Iterable[Mapping[str, Sequence[float]]], variants: Sequence[str]) -> str:
-    """Held-out loss above that of "zero" of the same seed: mean and standard error over seeds."""
+    """Held-out loss minus that of "zero" with the same seed: mean and standard error over seeds."""
     whole = [runs for runs in by_seed if len(runs) == len(variants)]
     head = " | ".join(f"{steps} steps" for steps in MEASURED)
     rows = [f"| moments (n = {len(whole)}) | {head} |", "|---" * (len(MEASURED) + 1) + "|"]

@@ -12,13 +12,13 @@ values:
 
 Seconds are from the parent's command to the last process's answer. CPU-seconds are those of all
 processes of a swarm, including their children (p2pd, hivemind's averagers and DHT). hivemind runs
-with its own default time-outs, and a group begins as soon as it is complete. A result is wrong if
-it is not within 1e-6 of numpy's mean.
+with its default time-outs, and a group begins as soon as it is complete. A result is wrong if it is
+not within 1e-6 of numpy's mean.
 
 The swarms are measured in blocks. In a block one swarm is started, warms up for a round, is
-measured and stopped, and then the other one. So each has the machine for itself. Every second block
-begins with the other swarm. (While an idle swarm of hivemind's ran, a round of ours took a third
-more CPU-seconds.) Figures are medians over all rounds of all blocks, except warm-up rounds.
+measured and stopped, then the other swarm. So each swarm has the machine for itself. Every second
+block begins with the other swarm. (While an idle swarm of hivemind's ran, a round of ours took a
+third more CPU-seconds.) Figures are medians over all rounds of all blocks, except warm-up rounds.
 
     python scripts/benchmarks/bench_averaging.py --experts 64 --owners 2 --megabytes 1 --rounds 9
 """
@@ -104,7 +104,7 @@ class Swarm:
 
     def close(self) -> None:
         for link in self.links:
-            with suppress(BrokenPipeError):  # that worker has failed
+            with suppress(BrokenPipeError):  # the worker has failed
                 link.send(None)
         for process in self.processes:
             process.join(60)
@@ -122,7 +122,7 @@ def cpu_s_of(pid: int) -> float:
             for child in (task / "children").read_text().split()
         ]
     except (FileNotFoundError, ProcessLookupError):
-        return 0.0  # it ended while we looked
+        return 0.0  # the process ended meanwhile
     ticks = sum(int(field) for field in fields[11:15])
     return ticks / os.sysconf("SC_CLK_TCK") + sum(cpu_s_of(int(child)) for child in children)
 

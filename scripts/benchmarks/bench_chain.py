@@ -1,17 +1,16 @@
 #!/usr/bin/env python
 """The cost of the chain of heads after many rounds: memory, disk, seconds to start, proofs.
 
-Voters leave and others come at a steady rate, one for one. A smallest quorum by lot signs each
-round. The chain grows as a peer's does. The chain's file is appended to and replaced as a peer does
-it.
+Voters are replaced by new voters at a steady rate. A smallest quorum, drawn by lot, signs each
+round. The chain and its file grow and are pruned as at a peer.
 
-Real: keys, heads and their digests, the quorums, every growth and pruning, every line written. The
-links in the final file get real signatures. A peer then starts from that file. A newcomer and peers
-with tips of 1 round to all rounds ago check each signature of their proofs.
+Real: keys, heads and their digests, the quorums, every growth and pruning, every written line. The
+    links in the final file get real signatures, and a peer starts from this file. A newcomer, and
+    peers with tips from 1 round to all rounds ago, check each signature of their proofs.
 
 Shortened: signatures of rounds are zeros until the end, because no rule of the chain reads them.
 There are no manifests, no messages, and no other branches. A round takes no time, and 1,440 rounds
-count as a day. Use a --folder in memory (/dev/shm) where fsync is slow: a line is synced each
+count as a day. Use a --folder in memory (/dev/shm) if fsync is slow, because a line is synced each
 round.
 
     python scripts/benchmarks/bench_chain.py [--rounds 100000] [--voters 256] [--changes-a-day 10]
@@ -48,7 +47,7 @@ from swarm.protocol.values.manifest import Head, Kind
 RUN = "spes-7b-0123456789abcdef"
 ROUNDS_A_DAY = 1440
 AWAY = (1, 64, 1000, 10_000)
-"""Rounds for which the returning peers were away. One more was away for all rounds."""
+"""Rounds for which the returning peers were away. A further peer was away for all rounds."""
 
 
 class Run:
@@ -117,8 +116,8 @@ class Growth:
 
     Attributes:
         file: file of the chain.
-        run: of the chain.
-        earlier: the chains of the returning peers when they went away.
+        run: the run of the chain.
+        earlier: the chains that the returning peers had when they went away.
         longest_s: the longest growth by one round.
         most_bytes: the largest size of the file.
     """

@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
 """The speed of coding and applying deltas: GB/s of one core, by processor time.
 
-For encoding, the bytes are those of the fp32 differences. For applying, they are those of the
-resulting agreed value. Differences are Gaussian. Each figure is the best of some repeats, on one
-thread.
+For encoding, GB count the fp32 differences. For applying, they count the resulting agreed value.
+Differences are Gaussian. Each figure is the best of some repeats, on one thread.
 
     scripts/benchmarks/bench_codings.py [--elements 16777216] [--repeat 3] [--json]
 """

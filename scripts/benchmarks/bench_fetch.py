@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Fetching one large blob from one peer, against a plain asyncio TCP socket, on loopback.
 
-Client and server are separate processes. Both ways verify the same BLAKE3 digest of each piece of 4
-MiB, in a thread as soon as the piece has come, while others are received. The two ways alternate in
-one run, and their figures are medians. CPU seconds are those of the Python process and of its p2pd,
-if it has one.
+Client and server are separate processes. Both ways verify the BLAKE3 digest of each piece of 4 MiB
+in a thread, as soon as the piece has come, while other pieces are received. The two ways alternate
+in one run, and figures are medians. CPU seconds are those of the Python process and of its p2pd, if
+it has one.
 
     scripts/benchmarks/bench_fetch.py [--mebibytes 256] [--flows 1 4] [--repeat 3] [--disk]
 """
@@ -134,7 +134,7 @@ def digest_of_piece(piece: memoryview) -> bytes:
 def fetch_tcp(num_bytes: int, flows: int, port: str, digest: str) -> None:
     buffer = bytearray(num_bytes)
     checked: dict[int, asyncio.Future[bytes]] = {}
-    """Start of a piece -> its digest, from a thread."""
+    """The digest of each piece, from a thread, by the piece's start."""
 
     async def receive(start: int, end: int) -> None:
         loop = asyncio.get_running_loop()

@@ -31,8 +31,8 @@ class Shape:
 
     Attributes:
         file: run file in configs/runs.
-        owned: experts.
-        layers: fewer layers than the file's, to fit a limit. 0 keeps them.
+        owned: number of owned experts.
+        layers: number of layers, fewer than the file's to fit a limit. 0: the file's.
     """
 
     file: str
@@ -47,7 +47,7 @@ SHAPES = {
     "2b-all": Shape("spes_2b", 16),
     "demo": Shape("demo", 2),
 }
-"""7b and 2b as in the paper (N = 4 and 16). With "-all" the peer owns everything. demo is for a
+"""7b and 2b are as in the paper (N = 4 and 16). With "-all" the peer owns everything. demo is for a
 CPU."""
 
 
@@ -56,10 +56,10 @@ def run_of(shape: Shape, sequences: int, length: int, *, clip: str, micro: int =
 
     Args:
         shape: see `SHAPES`.
-        sequences: of a step.
+        sequences: sequences of a step.
         length: tokens of a sequence.
         clip: "unit" lets updates overlap the backward pass.
-        micro: sequences of a micro-batch. 0 takes all at once.
+        micro: sequences of a micro-batch. 0: all sequences.
     """
     path = RUNS / f"{shape.file}.toml"
     run = parse_config(RunConfig, path.read_text(), source=str(path), overrides=())
@@ -138,8 +138,8 @@ def busy_share(step: Callable[[Tensor], object], tokens: list[Tensor], trace: Pa
 
     Args:
         step: the profiled step.
-        tokens: its batches.
-        trace: file for the trace, which Perfetto shows.
+        tokens: batches of the steps.
+        trace: file for the trace, which Perfetto can show.
     """
     kinds = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as profile:
@@ -168,7 +168,7 @@ def covered_length(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def changed_wrongly(engine: Engine, run: RunConfig, step: Callable[[], object]) -> list[str]:
-    """Owned tensors that a step did not change, and frozen ones that it changed."""
+    """Owned tensors that a step did not change, and frozen tensors that it changed."""
     names = list(all_shapes(run.model))
     before = _sums(engine, names)
     step()

@@ -7,12 +7,12 @@ Variants, on the same model code, shapes and random tokens, each in a process of
   weights   weights on the GPU, masters and moments on the host
   resident  everything on the GPU: the ceiling
   fsdp      fully_shard per layer, CPUOffloadPolicy, default AdamW, frozen experts in fp32
-  tuned     the same with pinned memory, fused AdamW, explicit prefetch, frozen experts in bf16
+  tuned     fsdp with pinned memory, fused AdamW, explicit prefetch, frozen experts in bf16
 
 FSDP recomputes layers in backward too (otherwise it could not keep their inputs), and takes each
 step as one micro-batch. Figures: tokens/s, useful TFLOP/s (with attention, without recomputing and
 weight gradients of frozen experts), share of time in which the GPU computes, bytes each way, peaks.
-Validity: every owned tensor changes in a step, and no frozen one does.
+Validity: in a step every owned tensor changes, and no frozen tensor does.
 
     python scripts/benchmarks/bench_gpu_streaming.py --shape 7b --tokens 4096 16384 --steps 6
     python scripts/benchmarks/bench_gpu_streaming.py --device cpu --shape demo --tokens 512 \\
@@ -106,7 +106,7 @@ def bench_ours(
 
 
 class ParameterStack:
-    """Frozen experts as a parameter of their bank, so that FSDP shards and fetches them too."""
+    """Frozen experts as a parameter of their bank, so that FSDP also shards and fetches them."""
 
     def __init__(self, bank: nn.Module, name: str) -> None:
         self._bank, self._name = bank, name
@@ -270,7 +270,7 @@ def main() -> None:
         print(json.dumps(bench_one(args)))
         return
     results = []
-    with ending_as_ctrl_c():  # the variant first
+    with ending_as_ctrl_c():  # ends the variant first
         for tokens, variant in itertools.product(args.tokens, args.variants):
             own = [sys.executable, __file__, "--variant", variant, "--tokens", str(tokens)]
             results.append(_in_process([*own, *_passed_on(args)], variant, tokens, args.limit_s))

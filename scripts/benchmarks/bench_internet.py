@@ -3,20 +3,21 @@
 
 Nothing is sent. Lines are drawn from quantiles whose sources `internet_rounds.py` names. Bytes are
 those of the real run's units, and of manifests and offers made by the real functions (see
-bench_scale.py). The functions of peers decide who averages what (balanced uploads), which units are
-due and whose steps count. The run is the 7B with max(32, N) experts, 36 s a step:
+bench_scale.py). The functions of peers decide which peer averages which unit (balanced uploads),
+which units are due and whose steps count. The run is the 7B with max(32, N) experts, 36 s a step:
 
 - exact: values in fp32 and bf16, blocking rounds of 50 steps (configs/runs/spes_7b.toml).
 - slices: shared tensors in 2 bits in each of five rounds of 10 steps, experts in 1 bit in one of
-  them (spes_7b_home.toml). Rounds block.
+  these rounds (spes_7b_home.toml). Rounds block.
 - overlapped: the same, but rounds overlap the next steps.
 
 Each of `--seeds` drawings gives N rounds, one with each peer as the convener. `round_s` is without
-relays: every value comes from its origin, and the manifest from the convener. In `relayed_s` relays
-pass on experts and manifests, as peers do (blob relays). `flow_s` is the least time of values if
-all peers that have some passed them on. A round is over when a majority has everything, and waits
-for all sending uplinks. `sent` is of relayed rounds where the name says so. If a manifest exceeds 8
-MiB, the parts of the shared tensors are made larger. CPU time is of one call each.
+relays: every value comes from its origin, and the manifest from the convener. In `relayed_s`,
+relays pass on experts and manifests, as peers do (blob relays). `flow_s` is the least time of the
+values if every peer passed on the values that it has. A round is over when a majority has
+everything and all uplinks have sent. `sent` is of relayed rounds where the name says so. If a
+manifest exceeds 8 MiB, the parts of the shared tensors are made larger. CPU times are of single
+calls.
 
     python scripts/benchmarks/bench_internet.py [--peers 16,64,256,1024] [--seeds 5] [--json]
 """

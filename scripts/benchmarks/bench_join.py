@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """The duration of joining on a slow link, and its cost for the peers that already train.
 
-Real peers run on this machine in an emulated network, with timed waits as local steps. One newcomer
-after another joins by the printed line, works until a round has counted it, and leaves.
+Real peers run on this machine in an emulated network, with timed waits as local steps. Newcomers
+join one after another by the printed line. Each works until a round has counted it, and leaves.
 
-  join_s        from its command to its first counted local step
+  join_s        seconds from a newcomer's command to its first counted local step
   bound_s       1.2 x (bytes of the state / rate of the link) + one round + 15 s for the start
   round_ratio   mean length of the others' rounds during the join, divided by that of other
                 rounds, and its standard error: the standard deviation of a round is 3 %
@@ -59,9 +59,9 @@ class Join:
     """One newcomer.
 
     Attributes:
-        seconds: from its command to its first counted local step.
+        seconds: time from its command to its first counted local step.
         bound_s: the limit of `seconds`.
-        round_s: seconds of the others' rounds meanwhile.
+        round_s: seconds of each of the others' rounds during the join.
     """
 
     seconds: float
@@ -99,7 +99,7 @@ def state_bytes(peer: LocalPeer) -> int:
 
 
 def first_counted_step_at(peer: LocalPeer) -> float | None:
-    """When the local steps of its first counted round began: with the previous manifest."""
+    """When the local steps of a peer's first counted round began, with the previous manifest."""
     before: float | None = None
     for event in applied(peer.events()):
         if event["kind"] == "quorum" and event["counted"]:
@@ -148,7 +148,7 @@ def ratio_of_means(some: Sequence[float], others: Sequence[float]) -> tuple[floa
 def measure(
     arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]
 ) -> tuple[list[Join], list[float], int]:
-    """The newcomers, the lengths of rounds without any, and the bytes of the agreed state."""
+    """The newcomers, the lengths of rounds without them, and the bytes of the agreed state."""
     links = open_links([arguments.link], say)
     swarm = LocalSwarm(
         folder / "swarm", RUN_FILE, arguments.peers, founder_options=MODEL, links=links

@@ -4,8 +4,8 @@
 Peers in separate namespaces take one local step per round, so nearly all of a round is transfers.
 The use is the bytes that a peer sent in a round, divided by the bytes that its uplink carries in
 the seconds of the round. These seconds include the step, control, reducing and voting. The data
-phase lasts from the first roster until the last peer has the manifest, and its use is that of the
-line that needs longest. Needs root (see swarm-local --link).
+phase lasts from the first roster until the last peer has the manifest. Its use is that of the line
+that needs longest. Needs root (see swarm-local --link).
 
     .venv/bin/python scripts/benchmarks/bench_link.py --link home-100-20 --rounds 5
     python scripts/benchmarks/bench_link.py --link home-100-20 --rounds 5 --max-upload 18.5mbit
@@ -106,10 +106,10 @@ _OF_A_ROUND = re.compile(
 
 
 def rosters_closed_at(logs: Sequence[str]) -> dict[int, float]:
-    """Height -> time when its first roster was closed, from the logs of all peers.
+    """The time when the first roster of each height was closed, from the logs of all peers.
 
-    Times are seconds since the epoch, rounded down. If the same convener or the next one closes a
-    roster again, the bytes of the first one are moved again, or the rest of them.
+    Times are seconds since the epoch, rounded down. If this convener or the next closes a roster
+    again, all bytes of the first roster, or the rest of them, are moved again.
     """
     found: dict[int, float] = {}
     for log in logs:
@@ -128,8 +128,8 @@ class DataPhase:
     """The transfers of a round.
 
     Attributes:
-        seconds: from its first roster until the last peer had the manifest.
-        used: used share of the line that needs longest.
+        seconds: time from its first roster until the last peer had the manifest.
+        used: used share of the line that needs the longest.
     """
 
     seconds: float
@@ -142,8 +142,8 @@ def data_phases(
     """The data phase of each round with a known roster that all peers report.
 
     The bytes that a peer reports are those since its previous manifest. They include bytes for
-    peers that got the previous manifest later, so the time until the last of these had it counts
-    too. For the first round that all report, this time is unknown.
+    peers that got the previous manifest later, so the time until the last of these peers had it
+    counts too. For the first round that all peers report, this time is unknown.
     """
     by_height = [{event["height"]: event for event in history} for history in done]
     found, rests_s = list[DataPhase](), [0.0] * len(done)
@@ -168,7 +168,7 @@ def needed_s(link: Link, event: Event) -> float:
 def whole_s(event: Event) -> float:
     """Seconds in which a peer moved the reported bytes of a round.
 
-    They are all seconds since its previous manifest. In the first round the seconds before its
+    These are all seconds since its previous manifest. In the first round, the seconds before its
     steps belong to the start.
     """
     is_first = event["round"] == 1

@@ -2,9 +2,9 @@
 """Training state and peak of every engine and level: predicted, and measured on allocations.
 
 The first table measures a model with the 7B's proportions (32 experts, a quarter owned, hidden size
-2048 / 16) on the CPU, where device and host are one memory. Its figures are bytes of living tensors
-between two steps and at the peak of a step. The second table computes the paper's models, with a
-column each for device, host and disk.
+2048 / 16) on the CPU, where device and host are one memory. Figures are bytes of living tensors
+between two steps and at the peak of a step. The second table computes the paper's models, with
+columns for device, host and disk.
 
     python scripts/benchmarks/bench_memory.py
 """
@@ -37,7 +37,7 @@ PLANS = (("spes_2b", 1), ("spes_2b", 16), ("spes_7b", 8), ("spes_7b", 2))
 
 
 def levels(run: RunConfig, folder: Path) -> list[EngineOptions]:
-    """The compared levels, the most memory first."""
+    """The compared levels, the level with most memory first."""
     base = EngineOptions.of(run)
     streaming = replace(base, kind=EngineKind.STREAMING, resident_layers=0)
     host = replace(streaming, activation_checkpoints=ActivationCheckpoints.HOST)
@@ -126,13 +126,13 @@ def name_of(options: EngineOptions, run: RunConfig) -> str:
 
 
 def computed(folder: Path) -> list[dict[str, Any]]:
-    """The paper's models at every level, with their micro-batch of 2 x 2048 and one per pass."""
+    """The paper's models at every level, with micro-batches of 2 x 2048 tokens, one per pass."""
     rows = []
     for name, owned in PLANS:
         run = loaded(name)
         without_frozen = 1 if owned == run.model.num_experts else None
         for options in levels(run, folder)[:without_frozen]:
-            # As in a peer, whose blob store keeps the agreed values as files.
+            # As in a peer, whose blob store has the agreed values as files.
             lent = options.frozen_folder is not None
             used = replace(options, device="cuda", pass_micro_batches=1, frozen_lent=lent)
             need = need_of(run, owned, used)

@@ -7,10 +7,11 @@
         --backend gloo
 
 A mesh is named by its parts. w1 is one worker, and dp2 two whole models. ep2 distributes the
-experts over two workers, pp2 cuts the layers over two, and tp2 cuts heads, experts and tokens over
-two. dp2-ep2 and tp2-pp2 combine two of these. s2 is two workers that stream layers from one host
-copy of the weights. In every turn each mesh and the resident engine, which computes in this
-process, train the same batches from the same weights. Workers that share a GPU need --backend gloo.
+experts over two workers, pp2 cuts the layers over two workers, and tp2 cuts heads, experts and
+tokens over two workers. dp2-ep2 and tp2-pp2 combine two of these forms. s2 is two workers that
+stream layers from one host copy of the weights. In every turn, each mesh and the resident engine of
+this process train the same batches from the same weights. Workers that share a GPU need --backend
+gloo.
 
   step_s      seconds of a step. ratio: divided by the resident engine's in the same turn (medians)
   apart       largest difference of a step's loss from the resident engine's
@@ -59,7 +60,7 @@ class Form:
         ep: workers that share the experts.
         pp: workers that share the layers.
         tp: workers that share heads, experts and tokens.
-        kind: of each worker's engine.
+        kind: kind of each worker's engine.
     """
 
     workers: int
@@ -86,7 +87,7 @@ class Form:
 
 
 def engine_of(name: str, run: RunConfig, owned: int, args: argparse.Namespace) -> Engine:
-    """An engine with weights that depend on the seed alone."""
+    """An engine with weights that depend only on the seed."""
     options = replace(EngineOptions.of(run, device=args.device), schedule=args.schedule)
     if name == RESIDENT:
         engine: Engine = make_engine(run, options)
@@ -164,7 +165,7 @@ def summary(turns: Sequence[dict[str, Any]], resident: Sequence[dict[str, Any]])
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
-    """For a README."""
+    """The table for a README."""
     head = ["mesh", "step, s", "of the resident engine's", "loss apart", "operations a step"]
     head += ["MB a step", "offer, s", "adopt, s", "private state, s"]
     rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]

@@ -3,14 +3,14 @@
 
     python scripts/benchmarks/bench_parts.py --workers 1 2 4 --turns 3
 
-Workers that hold the whole model (fp32 masters and moments of the size that --hidden gives) save
-it, in turn
+Workers that hold the whole model (fp32 masters and moments of the size that --hidden gives) save it
+in turn
 
   one    in one file, from tensors that come one by one in the first worker's answers
   parts  in parts, each written by a worker, and an index
 
 with the same tensors, on the same disk. Figures are medians of the turns, with the ratio of each
-turn's pair. read_s is the time to read the parts back, with checked digests.
+turn's pair. read_s is the time to read the parts back and check their digests.
 """
 
 from __future__ import annotations

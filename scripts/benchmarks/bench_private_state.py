@@ -6,9 +6,9 @@ A state of the given size (fp32 masters and two moments) is saved in two ways in
   before  values are encoded and stored, then one thread hashes and writes the state
   now     as in a peer: one thread hashes tensors and another writes them, at the same time
 
-and read again, with the digest checked by one thread, and as in a peer. The figures are medians
-of the turns. Both ways use one disk in turn, so that both have the same noise. At the end the times
-for the state of the 7B model are computed from the measured rates.
+and read again, with the digest checked by one thread, and as in a peer. The figures are medians of
+the turns. Both ways use the same disk in turn, so that both have the same noise. At the end, the
+times for the state of the 7B are computed from the measured rates.
 
     .venv/bin/python scripts/benchmarks/bench_private_state.py --gigabytes 1
 """
@@ -50,7 +50,7 @@ def make_state(gigabytes: float) -> PrivateState:
 
 
 def store_values(state: PrivateState, folder: Path) -> None:
-    """Stores the masters as bf16, as most experts travel, in a blob store on the same disk."""
+    """Stores the masters as bf16, the usual type of experts, in a blob store on the same disk."""
     store = BlobStore(folder)
     for k in range(NUM_UNITS):
         value = state.engine.tensors[f"master.{k}"].bfloat16().view(torch.uint8).numpy()

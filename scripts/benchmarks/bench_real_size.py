@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """A swarm at real size on this machine: the cost of each phase, compared with the plan.
 
-Two real peers train a model of some 590 million parameters (two layers, few large experts). Every
-value and byte is real, and only the batches are small. The peers hold rounds and a merge. A third
+Two real peers train a model of some 590 million parameters (two layers, few large experts). All
+values and bytes are real, only the batches are small. The peers hold rounds and a merge. A third
 peer joins. One peer is killed, and its experts are adopted. The model is exported. One peer leaves
 and hands over.
 
-  peak_rss      of each process in each phase, by its own report, and its plan
-  seconds       of each phase (the longest of the peers)
+  peak_rss      peak memory of each process in each phase, by its own report, and its plan
+  seconds       seconds of each phase (the longest of the peers)
   disk          largest size of a state directory, and its plan
   bytes         sent and received per peer and round, and by the formula
 
@@ -60,7 +60,7 @@ NUM_OWNED_7B = 8
 BEFORE_ADOPTING = ("training", "offering")
 """Phases that end before the peer's owned experts change. Other phases may include the change."""
 SMALL = 2 * 10**7
-"""Bytes. Smaller figures are no evidence about a plan."""
+"""Bytes below which a figure is no evidence about a plan."""
 
 
 def parse() -> argparse.Namespace:
@@ -99,7 +99,8 @@ def overrides(arguments: argparse.Namespace) -> list[str]:
 class Life:
     """The peak memory and the longest time of one peer's process in each phase.
 
-    Each peak has the number of experts that the peer owned then, because its plan depends on it.
+    Each peak has the number of experts that the peer owned then, because the plan depends on this
+    number.
     """
 
     peaks: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -109,8 +110,8 @@ class Life:
     def take(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Reads the peer's own figures. An event reports the phases before it.
 
-        A peer already trains the experts of its first event before it, so these count for the
-        earlier phases too.
+        A peer trains the experts of its first event already before this event, so these experts
+        count for the earlier phases too.
         """
         owned = next((len(event["owned"]) for event in events if "owned" in event), 0)
         for event in events:
@@ -217,7 +218,7 @@ class Bench:
         return bool(applied(peer.events(), "merge"))
 
     def adopted(self, lost: set[int], by: Sequence[LocalPeer]) -> bool:
-        """Whether these peers own all lost experts, and a later round counted the peers."""
+        """Whether these peers own all lost experts, and a later round counted these peers."""
         tips = [applied(peer.events())[-1] for peer in by]
         owned = {expert for tip in tips for expert in tip["owned"]}
         return lost <= owned and all(tip["counted"] for tip in tips)
@@ -279,7 +280,7 @@ def traffic(bench: Bench) -> dict[str, Any]:
 
 
 def bytes_of_phases(run: RunConfig, num_peers: int) -> dict[str, float]:
-    """The bytes that the seconds of a phase are assumed to be proportional to."""
+    """The bytes to which the seconds of each phase are assumed to be proportional."""
     shared, experts = shared_wire_bytes(run), expert_wire_bytes(run)
     private = 12 * trained_per_peer(run, num_peers)
     donors = run.merging.top_k + 1

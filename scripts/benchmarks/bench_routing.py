@@ -16,8 +16,9 @@ busiest expert divided by the mean over the experts, in the worst layer, over th
 the steps together and in the mean step. The last column is the share of dropped choices. Evaluation
 never drops and has no noise.
 
-Every finished training is a line of the results file and is not done again with equal settings and
-text, so that a table can be made in several calls. The last line counts trainings of earlier calls.
+Every finished training is a line of the results file. Trainings with equal settings and text are
+not repeated, so a table can be made in several calls. The last line of the output counts trainings
+of earlier calls.
 
     .venv/bin/python scripts/benchmarks/bench_routing.py balance --results out/routing.jsonl
 """
@@ -54,7 +55,7 @@ SMALL = (
     "train.micro_batch_sequences=4",
     "data.validation_bytes=8192",
 )
-"""Half of the demo's, so that a table takes minutes."""
+"""Half of the demo's tokens, so that a table takes minutes."""
 LOCAL_STEPS = 20
 PEERS = 4
 LOSS_FREE = (
@@ -138,7 +139,7 @@ def run_of(setting: Setting, seed: int, steps: int) -> RunConfig:
 
 
 def owned_by(peer: int, peers: int, num_experts: int) -> range:
-    """Contiguous blocks, as in SPES."""
+    """The experts of a peer, in contiguous blocks as in SPES."""
     return range(peer * num_experts // peers, (peer + 1) * num_experts // peers)
 
 

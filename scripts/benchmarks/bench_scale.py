@@ -3,10 +3,10 @@
 
 The run is the 7B (`configs/runs/spes_7b.toml`) with max(32, N) experts, so every peer owns one. The
 functions of peers make, encode and decode records, offers, rosters, manifests, certificates and
-messages. Only digests and bytes of tensors are invented. All milliseconds are CPU time of one
-thread, the best of some calls. As in timeit, Python's garbage collection is off, because its cost
-depends on all other objects of a process. Messages of a round are counted in a simulation without
-faults, see `round_rows`. Messages that a peer could not send are marked as over the limit.
+messages. Only digests and bytes of tensors are invented. Milliseconds are CPU time of one thread,
+the best of some calls. As in timeit, Python's garbage collection is off, because its cost depends
+on all objects of the process. Messages of a round are counted in a simulation without faults, see
+`round_rows`. Messages that a peer could not send are marked as over the limit.
 
     python scripts/benchmarks/bench_scale.py [--peers 4,16,64,256,1024] [--json]
 """
@@ -106,12 +106,12 @@ RUN = Path(__file__).parents[2] / "configs" / "runs" / "spes_7b.toml"
 SIMULATED = 64
 """The largest swarm whose messages of a round are counted. Counts of larger swarms are scaled."""
 ROUND_S = 60.0
-"""Local steps of the simulated round. Only polls and greetings grow with them."""
+"""Seconds of local steps in the simulated round. Only polls and greetings grow with this time."""
 ROUNDS = 3
 REPLICAS = 5
 """Peers at which hivemind stores a value by default."""
 VISITED = 20
-"""Peers that a search of hivemind asks for one key. Each names the same number of others."""
+"""Peers that a search of hivemind asks for one key. Each peer names the same number of others."""
 ASK_BYTES = 70
 NEIGHBOUR_BYTES = 62
 """Bytes of a search request (key and sender) and of a DHT id with a peer id, with protobuf
@@ -119,7 +119,7 @@ headers."""
 SIGNED_BYTES = KEY_BYTES + SIGNATURE_BYTES
 """Public key and signature of each record."""
 OFF_LOOP = ("manifest decoded", "sourcing, in all", "pieces queued", "taken in", "half late")
-"""Work in another thread, or in slices."""
+"""Work that does not block the event loop: in another thread, or in slices."""
 
 
 class Swarm:
@@ -165,7 +165,7 @@ class Swarm:
         return self.compose(founding, plan)
 
     def owners(self, members: dict[PeerId, Member]) -> dict[int, tuple[PeerId, ...]]:
-        """Every expert's owners when all members begin together."""
+        """The owners of every expert when all members begin together."""
         return assign(
             {},
             {peer: member.capacity for peer, member in members.items()},
@@ -206,7 +206,7 @@ class Swarm:
         return Attendance(self.peers, {}, {}, {})
 
     def compose(self, tip: Manifest, plan: Plan) -> Manifest:
-        """The manifest after a tip, with made-up means."""
+        """The manifest after a tip, with invented means."""
         results = {
             unit: ReducedUnit(_digest("mean", tip.digest, unit), self.rules.unit_bytes[unit])
             for unit in plan.reducers
@@ -219,7 +219,7 @@ class Swarm:
         return self.compose(self.tip, self.plan)
 
     def signature(self) -> Signature:
-        """A real signature. All are made with one key."""
+        """A real signature. All signatures are made with one key."""
         statement = accept_statement(self.rules.run, self.ballot, self.manifest.digest)
         return self.identity.sign(statement)
 
@@ -380,7 +380,8 @@ def _waiting_roster(swarm: Swarm) -> OpenRoster:
 def _answers_to_a_poll(swarm: Swarm, *, is_late: bool = False) -> Callable[[], None]:
     """The answers of all others to the convener's poll every 1.5 s: they still train.
 
-    With `is_late`, half and one have offered, and each sixth of the others has a slow line.
+    With `is_late`, half of the peers and one have offered, and each sixth of the others has a slow
+    line.
     """
     convener, *others = swarm.tip.order
     local = LocalPeer(convener, 1.0, swarm.rules, Timers(), now=0.0, random=Random(0))
@@ -426,10 +427,11 @@ def _assign(swarm: Swarm, members: dict[PeerId, float]) -> object:
 
 
 def sourcing_rows(swarm: Swarm) -> list[dict[str, Any]]:
-    """Sourcing of one proposal: every piece of the model, from all peers, each unit from another.
+    """Sourcing of one proposal: every piece of the model from all peers, each unit from another
+    peer.
 
-    The total lasts until every piece was asked for, with four in flight at each peer. The event
-    loop is blocked by the longest slice and the longest call.
+    The total lasts until every piece was requested, with four pieces in flight at each peer. The
+    event loop is blocked by the longest slice and the longest call.
     """
     sourcing: Sourcing[tuple[str, int]] = Sourcing()
     peers = swarm.peers[1:]
@@ -471,8 +473,8 @@ def record_rows(swarm: Swarm) -> list[dict[str, Any]]:
     """The two records that every member repeats, and their cost by formula.
 
     Each record is stored at `REPLICAS` peers every `HEARTBEAT_S`. A reader of a key gets all of its
-    records from each of these. The answers come from other peers, so on average all send as much as
-    they receive.
+    records from each of these peers. Answers come from other peers, so on average a peer sends as
+    much as it receives.
     """
     owned = tuple(e for e, owners in swarm.tip.owners.items() if swarm.peers[-1] in owners)
     values: dict[str, Any] = dict.fromkeys(PeerRecord.__dataclass_fields__, 0)
@@ -526,7 +528,7 @@ def record_rows(swarm: Swarm) -> list[dict[str, Any]]:
 
 
 def dht_rates(num_peers: int, peer_bytes: int, run_bytes: int) -> dict[str, float]:
-    """Bytes per second each way of a peer that publishes both records and reads the others'."""
+    """Bytes per second each way of a peer that publishes both records and reads those of others."""
     holders = min(REPLICAS, num_peers - 1)
     search = min(VISITED, num_peers - 1) * (
         ASK_BYTES + min(VISITED, num_peers - 2) * NEIGHBOUR_BYTES
@@ -591,11 +593,11 @@ def round_rows(swarm: Swarm, messages: list[dict[str, Any]]) -> list[dict[str, A
     """Control bytes of a round: messages counted in a simulation, attachments by formula.
 
     Counts come from a swarm of at most `SIMULATED` peers, for each peer but the convener. PREPARE,
-    ROSTER, PROPOSE and COMMIT go from the convener to each of them, HELLO between all, and the rest
-    from each of them to the convener. Manifest and evidence go from the convener to all peers. In a
-    large swarm with known lines they go to relays, and from these to the others (blob relays).
-    Offers go to the convener. Reducers get them from their authors, or from the convener if there
-    are few offers.
+    ROSTER, PROPOSE and COMMIT go from the convener to each of these peers, HELLO between all peers,
+    and the rest from each peer to the convener. Manifest and evidence go from the convener to all
+    peers, or in a large swarm with known lines to relays, and from the relays to the others (blob
+    relays). Offers go to the convener. Reducers get offers from their authors, or from the convener
+    if there are few offers.
     """
     others, simulated = swarm.num_peers - 1, min(swarm.num_peers, SIMULATED)
     sizes = {row["message"]: row.get("bytes", message_bytes.MAX_MESSAGE_BYTES) for row in messages}

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Times that a peer's steps wait for: offers and adoptions, in nanoseconds per element.
 
-The peer is one of four, without a network. It has a model with the layout of the run file for home
-links, whose values have moved a little. It makes an offer with a peer's code, and adopts a manifest
+The peer is one of four, without a network. Its model has the layout of the run file for home links,
+with values that have moved a little. It makes an offer with a peer's code, and adopts a manifest
 that counts the offer. Nothing is trained. Figures are medians of some repeats, by wall time and, in
 brackets, by processor time:
 
@@ -61,7 +61,7 @@ SMALLER = (
     "round.stagger=false",
     "round.experts_every=1",
 )
-"""All units are due in each round, so that one round shows each kind."""
+"""Makes all units due in each round, so that one round shows each kind."""
 PEERS = ("me", "p1", "p2", "p3")
 KINDS = ("shared", "own", "others")
 LARGE = parse_config(RunConfig, RUN_FILE.read_text(), source=str(RUN_FILE))
@@ -148,7 +148,7 @@ class Bench:
         return taken
 
     def _other(self, unit: Unit, digest: Digest) -> Digest:
-        """Some value that differs from the agreed one."""
+        """A value that differs from the agreed value."""
         layout = self.layout.by_unit[unit]
         whole = bytearray(self.store.read(digest, 0, layout.num_bytes) or b"")
         whole[0] ^= 1

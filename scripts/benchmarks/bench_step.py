@@ -10,10 +10,11 @@ A step is forward, backward, clipping and AdamW. The first losses of the three v
   stock  unchanged Transformers: grouped_mm, every expert trained, default AdamW
 
 Time is CPU time of the process with one thread, so that other programs count less, and wall time
-with more threads. Each variant has its own process, as in use, because in one heap a variant pays
-for pages that others have freed. Ratios are medians over repeats in which the variants take turns,
-each repeat in another order. State is the memory between two steps (weights, moments, kept
-gradients). The peak is the growth of resident memory above the libraries', in a separate process.
+with more threads. Each variant has its own process, as in use, because in a shared heap a variant
+pays for pages that other variants have freed. Ratios are medians over repeats in which the variants
+take turns, each repeat in another order. State is the memory between two steps (weights, moments,
+kept gradients). The peak is the growth of resident memory above the libraries', in a separate
+process.
 
     .venv/bin/python scripts/benchmarks/bench_step.py --dtype bf16 --vocab 32k --repeats 10
 """
@@ -67,7 +68,7 @@ def run_of(vocab: str) -> RunConfig:
         "data": {"sequence_length": 256, "validation_bytes": 512},
         "train": {"batch_tokens": 2048, "micro_batch_sequences": 8},
         "optimizer": {"lr": 1e-4},
-        "loss": {"balance": "global"},  # the one that Transformers has too
+        "loss": {"balance": "global"},  # the balancing that Transformers has too
         "round": {"local_steps": 1},
     }
     return validate_config(RunConfig, values, source="bench_step")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares the speed of peers that are started by hand, without a thread option, and swarm-local's.
+"""Compares the speed of peers started by hand, without a thread option, with peers of swarm-local.
 
 Both are swarms of the demo's model on a given number of cores, under load of processes that only
 spin, at normal priority. swarm-local gives each peer one thread. A peer that is started by hand
@@ -40,9 +40,9 @@ OPENMP = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOU
 
 
 def spin() -> None:
-    os.setsid()  # as programs of other users: Linux first shares cores among sessions
+    os.setsid()  # like programs of other users, since Linux first shares cores among sessions
     parent = multiprocessing.parent_process()
-    while parent is None or parent.is_alive():  # after a kill -9 nobody else ends it
+    while parent is None or parent.is_alive():  # no other process ends it after a kill -9
         for _ in range(MANY):
             pass
 
@@ -65,9 +65,9 @@ class Seen:
     """The result of one swarm.
 
     Attributes:
-        seconds: of each round after the first, measured by the founder. GIVE_UP_S for a hanging
-            one.
-        threads: number chosen by its peers.
+        seconds: seconds of each round after the first, measured by the founder. GIVE_UP_S for a
+            hanging round.
+        threads: numbers of threads that its peers chose.
         is_finished: whether its run ended in time.
     """
 

@@ -1,10 +1,10 @@
 """Measures the speed of making shards, against `encode_batch_fast` of the package tokenizers.
 
-Both tokenize the same documents of one folder, by turns: ours, theirs, theirs, ours, and so on.
+Both tokenize the same documents of one folder, in turns: ours, theirs, theirs, ours, and so on.
 "Ours" is all of `swarm-data tokenize`: it reads the files (twice for the held-out text), cuts them,
 finds copies, and durably writes shards with digests. "Theirs" is only `encode_batch_fast` on
-documents in memory, with all cores. On a machine with other users, the ratio by CPU time is more
-reliable than that by rate.
+documents in memory, with all cores. On a machine with other users, the ratio of CPU times is more
+reliable than the ratio of rates.
 
 Usage: scripts/benchmarks/bench_tokenise.py --megabytes 50 --pairs 3 [--tokenizer DIR]
 """

@@ -7,8 +7,8 @@ same bytes of text in each variant (256 on average), so each step and each run r
 text. The number of tokens, the embedding and the compute differ. Bits per byte are of the same
 held-out documents.
 
-Every finished training is a line of the results file and is not done again with equal settings,
-text and tokenizer. The last line counts trainings of earlier calls.
+Every finished training is a line of the results file. Trainings with equal settings, text and
+tokenizer are not repeated. The last line of the output counts trainings of earlier calls.
 
     .venv/bin/python scripts/benchmarks/bench_tokenizers.py --results out/tokenizers.jsonl
 """
@@ -38,7 +38,7 @@ from swarm.experts import all_shapes
 BYTES = "bytes"
 SEQUENCE_BYTES = 256
 SEQUENCES = 8
-"""Tokens of a step."""
+"""Sequences of a step."""
 LOCAL_STEPS = 50
 
 

@@ -11,9 +11,9 @@ the real run's K parameters, with its shares of shared tensors, experts, norms a
 lasts 36 s x (bytes of its cycle / bytes of the real cycle), so the ratio of computing to bytes
 stays. k is chosen so that a cycle lasts --cycle-s by the prediction, for each mode and link. Rates
 and round trips are not scaled. So the fixed costs of a round (greeting, rosters, votes) weigh more,
-by the ratio of the real cycle to the short one: 30 times for the 7B. For the 2B and 9B the seconds
-of a step are computed from the speed of a GPU that follows from 36 s on the 7B's eight GPUs. The 2B
-has 1 GPU per peer, and the 9B has 8. N is --peers for all of them.
+by the ratio of the real cycle to the short cycle: 30 times for the 7B. For the 2B and 9B the
+seconds of a step are computed from the speed of a GPU that follows from 36 s on the 7B's eight
+GPUs. The 2B has 1 GPU per peer, and the 9B has 8. N is --peers for all models.
 
 A cycle is H local steps of a peer and their rounds. The first cycle is left out, because peers
 start and connect in it, and the windows of connections open. The figures are seconds per cycle,
@@ -29,12 +29,12 @@ mean of the peers:
 
 Further columns are MB per peer and cycle: blobs sent and received, and IP packets up and down on
 its interface. "Plan" is the prediction of `swarm-plan --link` for the small run, including its 4 s
-of control per round. "Real" is the prediction for the real run. Packets have 9,000 bytes if packets
-of 1,500 would be more than one process can pass on. Connections then open their windows sooner than
-on a real line.
+of control per round. "Real" is the prediction for the real run. Packets have 9,000 bytes if one
+process could not pass on packets of 1,500 bytes fast enough. Connections then open their windows
+sooner than on a real line.
 
 All peers share this machine's cores and disk, while a real peer has its own. So links and steps are
---slower times slower than the named ones, and the model is smaller by the same factor. The work of
+--slower times slower than named, and the model is smaller by the same factor. The work of
 processors and disk then weighs less by this factor, as if there were more of them. Costs in round
 trips weigh as before. Random losses grow by the square of the factor, so that a connection that
 takes losses for congestion is slower by the factor. With --congestion bbr the losses stay.
@@ -105,13 +105,13 @@ IN_MEMORY, MEMORY = Path("/dev/shm"), Path("/proc/meminfo")
 MOST_MBIT = 100.0
 """Mbit/s that all peers together can send in packets of 1,500 bytes."""
 START_S, SLOWER = 400.0, 4.0
-"""A cycle is given up after SLOWER times its planned time, and the start has START_S more."""
+"""A cycle is given up after SLOWER times its planned time. START_S is added for the start."""
 POLL_S = 0.2
 SERVER_PORT = 7070
 
 
 def line_of(name: str) -> Link:
-    """A link by its name or rates."""
+    """The link with this name or these rates."""
     rates = link_named(name)
     return LINKS.get(name) or Link(rates.up_mbit, rates.down_mbit, rates.rtt_ms, rates.loss_pct)
 

@@ -5,13 +5,13 @@
     .venv/bin/python scripts/benchmarks/bench_watching.py export --pairs 8 --seconds 30
 
 One swarm of the demo's model trains all the time, on all processor cores but the last one. In every
-second phase a watcher runs on the last core, as on a separate machine. It is `swarm-monitor --http`
-with one listener that reads its events, as an open page does, or `swarm-export --every 2
---evaluate`. The order within a pair changes from pair to pair. A phase's rate is the tokens of its
-rounds divided by the time from the end of the first round to the end of the last. This time
-includes local steps, averaging and serving the watcher. A second figure is the processor time per
-token of the peers and their daemons. On a busy core both figures mean the same, but other programs
-and other guests of the machine do not blur the second one.
+second phase a watcher runs on the last core, as on a separate machine. The watcher is
+`swarm-monitor --http` with one listener that reads its events like an open page, or `swarm-export
+--every 2 --evaluate`. The order within a pair changes from pair to pair. A phase's rate is the
+tokens of its rounds divided by the time from the end of the first round to the end of the last.
+This time includes local steps, averaging and serving the watcher. A second figure is the processor
+time per token of the peers and their daemons. On a busy core both figures mean the same, but other
+programs on the machine disturb the second figure less.
 
   tokens_per_s    median of the phases without and with it, summed over the peers
   cost            mean over the pairs of 1 - with / without, its standard error, and the quartiles.
@@ -102,7 +102,7 @@ class Spent(NamedTuple):
 
     all: float
     besides: float
-    """Seconds of all threads but the peers' main ones, which train."""
+    """Seconds of all threads but the peers' main threads, which train."""
 
 
 def processor_s(swarm: LocalSwarm) -> Spent:

@@ -7,10 +7,10 @@ the H local steps between two rounds of exact SPES, and has one round or several
 
   blobs      bytes of values and deltas that a peer sent, mean of the peers. It received as many
   formula    by swarm/model/link_plan.py. plan: output of swarm-plan, times the rounds of a cycle
-  off        difference of blobs from the farther of the two
+  off        difference of blobs from formula or plan, whichever is larger
   ratio      fp32 DiLoCo's bytes (R = N, by the formula) divided by blobs
   up, down   IP packets on the peer's interface: blobs, headers, acknowledgements, control and DHT.
-             All but blobs is a large share for so small a model. Needs root
+             All but blobs is a large share for such a small model. Needs root
   control    bytes of sent messages, including those with records and offers
 
 The exit status is 1 if a figure is more than 3 % off, if the recommended mode is above a sixteenth
@@ -49,11 +49,11 @@ from swarm.model.link_plan import Setting, cycle_bytes
 
 LIKE = RUN_FILE.with_name("spes_7b.toml")
 EVERYBODY = 2**16
-"""Owners of an expert in DiLoCo: as many as there are peers."""
+"""Owners of an expert in DiLoCo: all peers."""
 TYPES = ("fp32", "bf16")
 MOST_OFF = 0.03
 LINK = Link(up_mbit=200, down_mbit=200, rtt_ms=1)
-"""The rate at which packets of 1,500 bytes are passed on here. Bytes do not depend on it."""
+"""A link at whose rate packets of 1,500 bytes can be passed on here. Bytes do not depend on it."""
 HIDDEN, INTERMEDIATE, EXPERTS, HEADS = 16, 2048, 32, 4
 LEAST_ROUNDS = 6
 ROUND_S, START_S = 120.0, 300.0
@@ -64,8 +64,8 @@ class Mode:
     """A row of the table.
 
     Attributes:
-        name: of the mode.
-        setting: of its run's exchange. It is blocking, because overlap changes no bytes.
+        name: name of the mode.
+        setting: setting of its run's exchange. Rounds block, because overlap changes no bytes.
         is_main: whether it is measured without `--full`.
     """
 
@@ -127,13 +127,14 @@ def model_like(like: RunConfig, layers: int, hidden: int = HIDDEN) -> list[str]:
     """Settings of a model with another model's ratio of shared elements to expert elements.
 
     The matrices have few rows and long columns. So a router is as small in relation to its experts
-    as the 7B's, and the vocabulary supplies the missing shared elements. Untrained values are equal
-    at all peers and are not sent. So every token goes through all experts, and the embedding is
-    also the output layer, whose rows all move in each step.
+    as the 7B's, and the vocabulary supplies the missing shared elements. Values that do not change
+    are not sent. So every token goes through all experts, and the embedding is also the output
+    layer, whose rows all change in each step.
 
     Args:
         like: the run whose shares are wanted.
-        layers: of the model. With a hidden size of 16, each has 3.1 million elements of experts.
+        layers: layers of the model. With a hidden size of 16, each has 3.1 million elements of
+            experts.
         hidden: hidden size, a multiple of 8.
     """
     counted = parameters(like.model)

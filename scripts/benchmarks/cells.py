@@ -35,7 +35,7 @@ from swarm.data.shards import Shards, open_shards
 from swarm.data.tokenizer import BYTE
 
 MEASURED = 2
-"""Number of measurements of the held-out loss, the last one at the end."""
+"""Number of measurements of the held-out loss, the last of them at the end."""
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
 """97.5 % quantiles of Student's distribution, with 1, 2, ... degrees of freedom."""
 
@@ -145,9 +145,9 @@ CellOf = Callable[[Cell], tuple[RunConfig, Conditions]]
 
 
 class Results:
-    """The file of finished trainings. A line that a kill has torn is cut off.
+    """The file of finished trainings. A line that a kill has cut short is removed.
 
-    A line is found by its name, its configuration and its text, but not by the program's version.
+    A line is found by its name, its configuration and its text, whatever the program's version.
     Each line has the commit of its training.
     """
 

@@ -16,7 +16,7 @@ from swarm.emulation.local_swarm import LocalSwarm, summary
 
 WARM_UP_ROUNDS = 4
 MEAN_GAP_S = 2.0
-"""Approximate seconds between the return of one victim and the next kill."""
+"""Approximate seconds from the return of a victim to the next kill."""
 ABSENCE_S = (0.01, 6.0)
 
 
@@ -37,7 +37,7 @@ def parse() -> argparse.Namespace:
 
 
 def plan_of(kills: int, seed: int) -> FaultPlan:
-    """One kill at a time. The next one waits until the victim contributes again."""
+    """A plan of one kill at a time. The next kill waits until the victim contributes again."""
     if not kills:
         return FaultPlan(seed=seed)
     at = At(every_s=MEAN_GAP_S, times=kills)

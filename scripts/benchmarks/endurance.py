@@ -30,16 +30,16 @@ SETTINGS = settings("round.local_steps=6", "merging.interval_steps=600")
 """Six timed steps of 0.25 s and averaging: rounds of about 2 s, with a merge every 100 rounds."""
 SAMPLE_EVERY_S = 20.0
 WARM_UP_S = 600.0
-"""Caches fill in this time. Later samples are compared with those at its end."""
+"""Seconds in which caches fill. Later samples are compared with those at the end of this time."""
 WINDOW_S = 600.0
 ALLOWED_GROWTH = 1.05
 FEW = 2
-"""Up to this number of additional descriptors or threads is no growth, because connections come and
+"""Additional descriptors or threads that do not count as growth, because connections come and
 go."""
 ALLOWED_DISK_PER_ROUND = 2_000
 START_S = 120.0
 STILL_S = 120.0
-"""A swarm without a new round for this time hangs."""
+"""Seconds without a new round after which a swarm counts as hanging."""
 FORMULA = f"""\
 Memory, descriptors and threads are counted per process (each peer and its libp2p daemon). Growth is
 the median of the last {WINDOW_S:.0f} s over the median of the {WINDOW_S:.0f} s after a warm-up of
@@ -59,7 +59,7 @@ class Sample:
     """Seconds since the swarm started."""
     peer: int
     process: str
-    """`peer`, or `daemon`."""
+    """Kind of the process: `peer` or `daemon`."""
     rounds: int
     rss_bytes: int
     descriptors: int
@@ -114,7 +114,7 @@ def rounds_of(peer: LocalPeer) -> int:
 
 
 class Recorder:
-    """Samples in memory and as a table on disk, so that an ended run can be looked at too."""
+    """Samples in memory and as a table on disk, so that an ended run can be examined too."""
 
     def __init__(self, path: Path) -> None:
         self.samples: list[Sample] = []
@@ -198,7 +198,7 @@ def run(swarm: LocalSwarm, recorder: Recorder, hours: float, say: Callable[[str]
 
 
 def watched(swarm: LocalSwarm, recorder: Recorder, hours: float, say: Callable[[str], None]) -> str:
-    """As `run`.
+    """Does the same as `run`.
 
     An error after the first sample counts as a reason too, so the figures are shown.
     """

@@ -1,8 +1,8 @@
 """A swarm in one process, without a network, to measure the effect of a method on the loss.
 
-Nothing is computed here. Local steps, schedule of the units, deltas, weights of a mean, the mean
-and its remainder, adoption, owners and merges are the functions that a peer calls. Tests compare
-the result, bit for bit, with the plain reference of SPES and with swarms of processes.
+This module computes nothing itself. Local steps, schedule of the units, deltas, weights of a mean,
+the mean and its remainder, adoption, owners and merges are the functions that a peer calls. Tests
+compare the result, bit for bit, with the plain reference of SPES and with swarms of processes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Tip(NamedTuple):
     entries: Mapping[str, Entry]
     owners: Mapping[int, tuple[str, ...]]
     ownerless: frozenset[str] = frozenset()
-    """None: each expert has an owner here."""
+    """Empty, since each expert has an owner here."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ class Move:
     """A change of a unit by a round or a merge.
 
     Attributes:
-        layout: of the unit.
+        layout: layout of the unit.
         before: bytes of its previous agreed value.
-        after: bytes of the new one.
-        offered: each source's offer, a delta or a value. None for a merge.
+        after: bytes of the new agreed value.
+        offered: the offer of each source, a delta or a value. None for a merge.
     """
 
     layout: UnitLayout
@@ -282,7 +282,7 @@ class InProcessSwarm:
         self._pending = []
 
     def _follow(self, peer: str, engine: Engine, move: Move) -> None:
-        """As `LiveModel.adopt`, for a peer that every round counts."""
+        """Like `LiveModel.adopt`, for a peer that every round counts."""
         layout, before, after = move.layout, _reader(move.before), _reader(move.after)
         expert = expert_of_unit(layout.unit)
         if expert is not None and expert not in self.held[peer]:

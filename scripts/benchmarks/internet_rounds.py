@@ -2,8 +2,8 @@
 
 A round is a chain of stages, each as long as the slowest line that it needs: offers to the
 convener, offers to the reducers, values to the reducers, the body of the manifest to all, means to
-all. The functions of peers decide who averages what, which units are due and whom the round waits
-for.
+all. The functions of peers decide which peer averages which unit, which units are due, and which
+peers the round waits for.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Quantile:
     Attributes:
         share: 0 to 1.
         mbit: the rate.
-        source: of the figure.
+        source: source of the figure.
     """
 
     share: float
@@ -55,7 +55,7 @@ UP = (
     Quantile(0.9, 142.8, f"AT&T, the fastest of these six; a tenth: {ROUND}"),
     Quantile(1.0, 880.0, FIOS),
 )
-"""Uplinks, with linear interpolation in log(Mbit/s) between these."""
+"""Quantiles of uplinks. Between them log(Mbit/s) is interpolated linearly."""
 DOWN = (
     Quantile(0.0, 25.0, f"{FCC_2015}: that nobody has less is {ROUND}"),
     Quantile(0.1, 30.49, f"the slowest {OOKLA_2023}"),
@@ -63,7 +63,8 @@ DOWN = (
     Quantile(0.9, 698.62, f"the fastest {OOKLA_2023}"),
     Quantile(1.0, 940.0, FIOS),
 )
-"""Downlinks, likewise. A line has the same rank in both, because the fast ones are fiber."""
+"""Quantiles of downlinks, likewise. A line has the same rank in both, because fast lines are
+fiber."""
 RTT_S = 0.118
 """14 ms to a server nearby (median, as OOKLA_US) of both lines, and 90 ms from New York to London
 (Verizon's service level), as in swarm/emulation/links.py."""
@@ -86,13 +87,13 @@ class Constants:
     """Costs of a round other than its transfers, measured elsewhere.
 
     Attributes:
-        offer_bytes, body_bytes, evidence_bytes: of one offer, of a manifest, of its evidence.
-        cpu_s: of the convener's decisions, one after the other.
-        control_s: of polls, greetings and votes.
-        compute_s: of the local steps of a round.
-        exchange_s: of making an offer, and of adopting the result.
+        offer_bytes, body_bytes, evidence_bytes: bytes of one offer, of a manifest, of its evidence.
+        cpu_s: seconds of the convener's decisions, one after the other.
+        control_s: seconds of polls, greetings and votes.
+        compute_s: seconds of the local steps of a round.
+        exchange_s: seconds of making an offer, and of adopting the result.
         link_share: share of a line's rate that transfers reach.
-        overlap: whether steps continue meanwhile.
+        overlap: whether steps continue during a round.
     """
 
     offer_bytes: int
@@ -110,9 +111,9 @@ class Constants:
 class Moved:
     """Bytes of the data phase, of each peer.
 
-    It sends `values` to reducers, receives `averaged` as a reducer, and sends `means` to all.
-    `experts` are its own, sent to all. Where relays pass experts on, `passed` are the bytes of
-    experts that it sends.
+    A peer sends `values` to reducers, receives `averaged` as a reducer, and sends `means` to all.
+    It sends `experts`, its own, to all. With relays, `passed` are the bytes of experts that it
+    sends.
     """
 
     values: dict[PeerId, float]
@@ -123,7 +124,7 @@ class Moved:
     received: dict[PeerId, float]
     num_reducers: int
     own: dict[PeerId, float]
-    """One copy of each mean and expert that the peer is the origin of."""
+    """Bytes of one copy of each mean and expert that the peer is the origin of."""
 
 
 Stages = Mapping[str, tuple[float, str]]
@@ -136,7 +137,7 @@ class Outcome:
 
     Attributes:
         stages: seconds by name. Their sum is the round without its local steps.
-        relayed: the same if relays pass on experts and manifests (blob relays).
+        relayed: the stages if relays pass on experts and manifests (blob relays).
         flow_s: least seconds of the data if any peer could pass on any data.
         bottleneck, bottleneck_relayed: the bottleneck of the longest stage.
     """
@@ -302,7 +303,7 @@ class Round:
         )
 
     def relayed_body_s(self, convener: PeerId, num_bytes: int) -> float:
-        """Seconds until all peers have a body that first relays and then all idle peers pass on."""
+        """Seconds until all peers have a body that relays and then all idle peers pass on."""
         num_others = len(self.lines) - 1
         relays = [p for p in relays_of_body(uplinks_of(self.lines)) if p != convener]
         if not relays:
@@ -342,7 +343,7 @@ def counted(round_: Round, stages: Mapping[str, float]) -> tuple[int, float]:
 
 
 def utilisation(stages: Mapping[str, float], constants: Constants, waited_s: float) -> float:
-    """Share of time that the median peer computes, given its wait for later ones."""
+    """Share of time that the median peer computes, given its wait for later peers."""
     round_s = sum(stages.values()) + waited_s
     waits_s = max(0.0, round_s - constants.compute_s) if constants.overlap else round_s
     return constants.compute_s / (constants.compute_s + waits_s)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""SPES through a parameter server, as far as bytes and times matter: no crash, no join, no check.
+"""SPES through a parameter server, with real bytes and times, but no crash, no join, no check.
 
 `serve` waits for all peers, averages their shared tensors in fp32, and sends each peer the mean and
 the others' experts. `train` waits for the duration of a cycle's local steps, sends shared tensors
@@ -29,9 +29,9 @@ class Sizes:
     """Elements of a model, in fp32.
 
     Attributes:
-        shared: of tensors that all peers train.
-        own: of the experts of one peer.
-        peers: their number.
+        shared: elements of the tensors that all peers train.
+        own: elements of the experts of one peer.
+        peers: number of peers.
     """
 
     shared: int

@@ -5,7 +5,7 @@
 
 Each place is an events.jsonl, or a folder with such files anywhere below it: the state directory of
 a peer, or that of swarm-local. More peers give a fuller picture, because a held-out loss is in the
-events of the measuring peer, and bytes are in those of the sending peer.
+events of the measuring peer, and sent bytes are in the events of the sending peer.
 """
 
 from __future__ import annotations
@@ -139,13 +139,13 @@ def text(x: float, y: float, words: str, *, anchor: str = "middle", size: int = 
 
 @dataclass(frozen=True)
 class Panel:
-    """One diagram: rounds to the right, something upward.
+    """One diagram: rounds to the right, a figure upward.
 
     Attributes:
-        top: its upper edge in the picture.
+        top: upper edge of the diagram in the picture.
         first: round at the left edge.
         last: round at the right edge.
-        marks: values of the lines across it, the lowest first.
+        marks: values of the horizontal lines, the lowest first.
     """
 
     top: float
@@ -175,7 +175,7 @@ class Panel:
         return drawn
 
     def rounds(self) -> list[str]:
-        """The numbers below."""
+        """The numbers of rounds below the diagram."""
         y = self.top + PANEL + 18
         marks = ticks(self.first, self.last, MAX_ROUND_MARKS)
         inside = [mark for mark in marks if self.first <= mark <= self.last and mark == int(mark)]

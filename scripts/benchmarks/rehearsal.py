@@ -31,7 +31,7 @@ def folder_of(arguments: argparse.Namespace, name: str) -> Path:
 
 
 def tidy(folder: Path, arguments: argparse.Namespace) -> None:
-    """Removes a temporary folder, which may have gigabytes.
+    """Removes a temporary folder, which may hold gigabytes.
 
     After a failure the folder stays for inspection.
     """
@@ -49,8 +49,8 @@ def rehearse(
     The temporary folder of a passed rehearsal is removed.
 
     Args:
-        name: of the rehearsal, part of the name of a temporary folder.
-        arguments: with the options of `add_common`.
+        name: name of the rehearsal, part of the name of a temporary folder.
+        arguments: the options, with those of `add_common`.
         verdict_of: rehearses in a folder. The verdict's "passed" is true if all went well.
     """
     folder, say, passed = folder_of(arguments, name), teller(), False
@@ -96,7 +96,7 @@ def teller() -> Callable[[str], None]:
 
 
 def report(verdict: Mapping[str, object], arguments: argparse.Namespace) -> None:
-    """Prints a line for each figure. With --json these go to stderr, and one object to stdout."""
+    """Prints a line for each figure. With --json, lines go to stderr, and one object to stdout."""
     out = sys.stderr if arguments.json else sys.stdout
     print(*_lines(verdict), sep="\n", file=out)
     if arguments.json:

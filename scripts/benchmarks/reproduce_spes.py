@@ -14,7 +14,7 @@ K        donors of an expert in a merge
 lr       learning rates, of the three methods
 
 A finished cell is a line of `--out` and is not computed again, so a killed script resumes. A cell
-is valid as long as its run configuration is the same.
+is valid as long as its run configuration does not change.
 
     python scripts/benchmarks/reproduce_spes.py --list
     python scripts/benchmarks/reproduce_spes.py --cells 'main/*' 'H/*' --plot out/reproduce_spes.svg
@@ -37,7 +37,7 @@ from swarm.config import RunConfig, parse_config
 DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.toml"
 SEEDS = (1, 2, 3)
 PEERS, SEQUENCES = 4, 16
-"""N of the base, and the sequences of a step of all peers together."""
+"""N of the base, and the sequences of all peers in a step."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ class Variant:
     """Differences from the base, which is SPES without merging.
 
     Attributes:
-        label: in the table and the picture.
+        label: label in the table and the picture.
         peers: N.
         owners: R. None for all.
-        h_times: H in units of the base's.
+        h_times: H as a multiple of the base's.
         alpha: alpha0 of the merging. 0 for none.
         top_k: K of the merging.
-        lr: in units of the base's.
+        lr: learning rate as a multiple of the base's.
     """
 
     label: str
@@ -120,7 +120,7 @@ def cells() -> Iterator[Cell]:
 
 
 def run_of(variant: Variant, seed: int, scale: Scale) -> RunConfig:
-    """A cell as a run file: any swarm could train it."""
+    """A cell's run file, which any swarm could train."""
     local_steps = scale.local_steps * variant.h_times
     sequences = SEQUENCES // variant.peers
     overrides = (
@@ -163,7 +163,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def base_of(group: str) -> str:
-    """The variant from which those of a group differ in one setting."""
+    """The variant from which the variants of a group differ in one setting."""
     return "spes-merging" if group in {"alpha", "K"} else "spes"
 
 

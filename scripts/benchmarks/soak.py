@@ -32,11 +32,11 @@ STEP_S = 0.9
 """A local step as a timed wait. With averaging, a round takes about 10 s."""
 WARM_UP_ROUNDS = 4
 STARTING_S = 100.0
-"""Longest start with its undisturbed rounds. The rest of three minutes is for the end."""
+"""Longest start, including undisturbed rounds. The rest of three minutes is for the end."""
 RETURN_S = 60.0
-"""After the last fault all peers must contribute again within this time."""
+"""Seconds after the last fault within which all peers must contribute again."""
 LEAST_GOODPUT = {"exact": 0.88, "home": 0.94}
-"""Overrides by the value of --wire."""
+"""The least goodput for each value of --wire."""
 FORMULA = """\
 goodput = tokens in committed rounds / (pace x time lived). Counted from the end of the warm-up
 (4 undisturbed rounds) to the last round. Pace: tokens a second of one peer in an undisturbed round,

@@ -2,7 +2,7 @@
 
 Not for people: `bench_utilisation.py` starts it in place of `peers.peer`. Environment variables set
 the duration of a step and the file of the times. Masters, moments, blobs and files are as large as
-a real engine's, and all but the gradients is the real program.
+a real engine's. All but the gradients is the real program.
 """
 
 import json
@@ -25,21 +25,22 @@ from swarm.train.engine.engine_options import EngineOptions
 from swarm.train.engine.resident import ResidentEngine
 
 STEP_VARIABLE = "SWARM_TIMED_STEP_S"
-"""Seconds of a local step."""
+"""Environment variable with the seconds of a local step."""
 FOLDER_VARIABLE = "SWARM_TIMED_FOLDER"
-"""The file in which each peer writes a line of JSON for each applied manifest."""
+"""Environment variable with a folder. In it, each peer writes a file with a line of JSON for each
+applied manifest."""
 
 
 class TimedEngine(ResidentEngine):
     """Keeps all state of a resident engine, but computes no gradients."""
 
     def __init__(self, run: RunConfig, step_s: float, seed: int) -> None:
-        """Owns nothing yet.
+        """Begins without owned experts.
 
         Args:
-            run: of the model.
+            run: run of the model.
             step_s: duration of a step.
-            seed: of the moves, which differ between peers as gradients do.
+            seed: seed of the moves, which differ between peers like gradients.
         """
         super().__init__(run)
         self._step_s, self._turns, self._turn = step_s, run.round.local_steps, 0
@@ -61,7 +62,8 @@ class TimedEngine(ResidentEngine):
     def step(self, tokens_BT1: Tensor, *, lr: float, **_: Any) -> StepStats:
         """Moves a share of the elements by about `lr`, so that a round moves each element once.
 
-        With only a share, the processor, which all peers of this machine share, stays nearly idle.
+        Since only a share moves, the processor, which all peers of this machine share, is nearly
+        idle.
         """
         began_s = time.monotonic()
         time.sleep(max(0.0, self._step_s - self._moving_s))
@@ -112,17 +114,17 @@ class Timed(Printed):
         self._steps += 1
 
     def on_saving(self) -> None:
-        """The offered values are stored. Only the disk now delays the offer."""
+        """Notes that the offered values are stored. Only the disk now delays the offer."""
         self._saving_s = time.monotonic()
 
     def before_offer(self) -> None:
-        """The private state is durable, if required."""
+        """Notes that the private state is durable, if that is required."""
         if self._saving_s is not None:
             self._private_s += time.monotonic() - self._saving_s
             self._saving_s = None
 
     def on_round(self, report: RoundReport) -> None:
-        """Uses the machine's clock, which all processes share."""
+        """Records the manifest's time by the machine's clock, which all processes share."""
         line = {
             "round": report.manifest.round,
             "kind": report.manifest.kind.value,

@@ -52,8 +52,8 @@ MODES = {
     "server": Mode(Setting("fp32", "fp32"), server="same"),
     "server-fast": Mode(Setting("fp32", "fp32"), server="datacentre"),
 }
-"""By the name for --mode. Slices have shared b2 in each of five rounds, and experts b1 in one.
-Overlapped is the same with steps during the rounds."""
+"""The modes by their names for --mode. Slices have shared b2 in each of five rounds, and experts b1
+in one. Overlapped is the same as slices, with steps during the rounds."""
 MEASURED_LINKS = ("100mbit,100ms", "100/20mbit,100ms", "home-world")
 MAIN = (
     *((mode, MEASURED_LINKS[0]) for mode in MODES),
@@ -64,7 +64,7 @@ MAIN = (
 
 @dataclass(frozen=True)
 class Model:
-    """A real run with the wanted ratio: its file, and GPUs of a peer."""
+    """A real run with the wanted ratio: its run file, and the number of GPUs of a peer."""
 
     file: str
     gpus: int
@@ -79,7 +79,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Planned:
-    """Seconds of a cycle, and the share of computing."""
+    """Seconds of a cycle, and the share of them in which steps are computed."""
 
     cycle_s: float
     utilisation: float
@@ -92,16 +92,16 @@ class Case:
     Attributes:
         mode, link, model: their names.
         num_peers: N.
-        scale: bytes of its cycle divided by those of the real run's cycle.
-        compute_s: of the steps of a cycle.
+        scale: bytes of its cycle divided by the bytes of the real run's cycle.
+        compute_s: seconds of the steps of a cycle.
         steps: H.
         plan: the prediction of swarm-plan.
-        real: its prediction for the real run.
+        real: the prediction of swarm-plan for the real run.
         overrides: settings of the rehearsed run. () with a server.
         sizes: elements that a server exchanges.
         slower: divisor of the links' rates.
         congestion: TCP's congestion control. None: this machine's.
-        cap: of uploads, as a share of the uplink. None: no cap.
+        cap: cap of uploads, as a share of the uplink. None: no cap.
         last: the last peer's link, if it differs. The figures are then those of the other peers.
     """
 
@@ -211,7 +211,7 @@ def sizes_of(run: RunConfig, scale: float, num_peers: int) -> Sizes:
 
 
 def server_plan(sizes: Sizes, link: LinkRates, server: LinkRates, compute_s: float) -> Planned:
-    """Each way takes the slower of a peer's line and its part of the server's line."""
+    """The plan with a server: the slower of a peer's line and its part of the server's."""
     (up, down), (its_up, its_down) = (carried_mbit(each, sizes.peers) for each in (link, server))
     there_s = sizes.sent * 8e-6 / min(up, its_down / sizes.peers)
     back_s = sizes.received * 8e-6 / min(down, its_up / sizes.peers)
@@ -320,8 +320,8 @@ def figures_of(
     """A peer's figures in the cycles after the first.
 
     Args:
-        lines: from its timed_peer.py.
-        events: its applied manifests, from its history.
+        lines: the output of its timed_peer.py.
+        events: the peer's applied manifests, from its history.
         case: the measured row.
         cycles: number of counted cycles.
     """
@@ -356,7 +356,7 @@ def figures_of(
 
 
 def served_figures(lines: Sequence[Mapping[str, float]], sizes: Sizes, cycles: int) -> PeerFigures:
-    """The same for a peer of a parameter server, from its process's output."""
+    """Figures as in `figures_of`, of a peer of a parameter server, from its process's output."""
     counted = lines[1 : cycles + 1]
     wall_s = mean(line["wall_s"] for line in counted)
     computing = mean(line["computing_s"] for line in counted)

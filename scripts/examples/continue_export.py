@@ -1,4 +1,4 @@
-"""Trains an exported model alone for ten more steps, and shows the loss of each.
+"""Trains an exported model alone for ten more steps, and shows the loss of each step.
 
     .venv/bin/python scripts/examples/continue_export.py out/demo-model out/alone
 

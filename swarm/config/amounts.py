@@ -20,7 +20,7 @@ LINK_HINT = (
     "each by its name: down=100mbit,up=20mbit,rtt=100ms,loss=0.1%"
 )
 ASSUMED_RTT_MS = 50.0
-"""Of a link that names none: as between two homes of one continent."""
+"""Round trip of a link that names none: as between two homes of one continent."""
 
 
 def size_in_bytes(text: str) -> float:
@@ -62,10 +62,10 @@ class LinkRates:
     """A link, as its peer sees it.
 
     Attributes:
-        up_mbit: from the peer, Mbit/s.
-        down_mbit: to the peer, Mbit/s.
+        up_mbit: rate from the peer, Mbit/s.
+        down_mbit: rate to the peer, Mbit/s.
         rtt_ms: round trip to the other peers.
-        loss_pct: packets lost on the way there, percent.
+        loss_pct: packets lost on the way to the other peers, percent.
     """
 
     up_mbit: float
@@ -75,7 +75,7 @@ class LinkRates:
 
 
 def link_rates(text: str) -> LinkRates:
-    """A link written as `LINK_HINT` says: down before up, as providers write it.
+    """A link written as `LINK_HINT` says: down before up, as providers write links.
 
     Raises:
         ConfigError: a part is missing, given twice, or could mean something else.

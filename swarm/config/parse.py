@@ -1,4 +1,4 @@
-"""From text to configurations, with errors that say what to do about them."""
+"""Parses text into configurations. Errors say what to do about them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swarm.errors import ConfigError
 
 AnyConfig = TypeVar("AnyConfig", RunConfig, PeerConfig)
 COMMAND_LINE = "command line"
-"""The name that errors give to overrides and flags."""
+"""The name of overrides and flags in errors, in place of a file's name."""
 
 
 def parse_config(
@@ -30,8 +30,8 @@ def parse_config(
         kind: `RunConfig` or `PeerConfig`.
         text: TOML.
         source: what errors call the text, usually its path.
-        overrides: as given with `--set`; the value is TOML, bare words are strings. If the source
-            is valid without them, errors name `COMMAND_LINE` in its place.
+        overrides: as given with `--set`; the value is TOML, bare words are strings. If the text is
+            valid without overrides, errors name `COMMAND_LINE` instead of `source`.
 
     Raises:
         ConfigError: names source, key, value, what is allowed and the nearest valid key.
@@ -74,10 +74,10 @@ def _is_sound(kind: type[AnyConfig], values: Mapping[str, Any]) -> bool:
 
 
 def parse_override(override: str) -> tuple[str, str, Any]:
-    """Section, field and value of `section.field=value`; the value is TOML or a bare word.
+    """Section, field and value of `section.field=value`, where the value is TOML or a bare word.
 
     Raises:
-        ConfigError: not of this form.
+        ConfigError: the text is not of this form.
     """
     key, equals, raw = override.partition("=")
     path = key.strip().replace("-", "_").split(".")

@@ -30,7 +30,7 @@ class ModelConfig(section.Section):
     head_dim: Annotated[int, Field(gt=0, le=2**13)] | None = None
     """Elements of a head, an even number; by default hidden_size / num_attention_heads."""
     num_experts: Annotated[int, Field(gt=0, le=2**11)]
-    """Experts of each layer; expert e of all layers has one owner."""
+    """Experts of each layer. Expert e of every layer has the same owners."""
     num_experts_per_tok: Annotated[int, Field(gt=0, le=2**11)]
     """Experts that a token goes through in each layer."""
     moe_intermediate_size: Annotated[int, Field(gt=0, le=2**17)]
@@ -38,17 +38,18 @@ class ModelConfig(section.Section):
     norm_topk_prob: bool = False
     """Whether the weights of the chosen experts are divided by their sum."""
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
-    """How the router's logits become weights. "sigmoid" (DeepSeek-V3) has a bias per expert, which
-    is used only to choose experts. It exports as dots.llm1."""
+    """How the router's logits become weights. "sigmoid" (DeepSeek-V3) has a bias per expert, used
+    only to choose experts, and exports as dots.llm1."""
     noisy_top_k: bool = False
-    """Learned noise on the router's logits in training (Shazeer); not evaluated, not exported."""
+    """Learned noise on the router's logits in training (Shazeer). Evaluations and exports leave it
+    out."""
     qk_norm: Literal["head", "projection", "none"] = "head"
     """"head" exports as Qwen3-MoE, "projection" (over all heads at once) as OLMoE, "none" as
     Mixtral, which needs `norm_topk_prob`."""
     rope_theta: section.PositiveReal = 10_000.0
     """Base of the rotary embedding's wavelengths."""
     rms_norm_eps: section.PositiveReal = 1e-6
-    """Added to the mean square before its root, in every norm."""
+    """Added to the mean square before the root is taken, in every norm."""
     tie_word_embeddings: bool = False
     """Whether the output layer is the embedding."""
     initializer_range: section.PositiveReal = 0.02
@@ -102,13 +103,13 @@ class ModelConfig(section.Section):
 
 
 MAX_TENSORS = 2**19
-"""Of 128 layers with 1,024 experts: 393,216 matrices."""
+"""128 layers with 1,024 experts have 393,216 matrices."""
 MAX_ELEMENTS = 2**44
 """35 TB in bf16."""
 MAX_UNITS = 2**14
 """A manifest has at most 8 MiB, with an entry of some 250 bytes for each unit."""
 MAX_ROUND_TOKENS = 2**40
-"""Of one peer in one round. Offers with more are refused."""
+"""Tokens of one peer in one round. Offers with more are refused."""
 _NORMS_AND_MATRICES = 11
 """Shared tensors of a layer, at most."""
 _FP32_BYTES = 4
@@ -129,13 +130,13 @@ def size_problem(
 
     Args:
         layers: number of layers.
-        experts: of each layer.
-        vocabulary: tokens in it.
+        experts: number of experts of each layer.
+        vocabulary: tokens in the vocabulary.
         hidden: elements of a token's state.
         inner: elements of an expert's state.
-        heads: elements of all heads' queries, keys and values together, with the output.
+        heads: elements of the queries, keys, values and outputs of all heads together.
         part_bytes: largest size of a part of the shared tensors.
-        shared_every: the number of those parts is a multiple of this.
+        shared_every: the number of these parts is a multiple of `shared_every`.
 
     Returns:
         A text that begins with the key to change.
@@ -173,12 +174,14 @@ class RunSection(section.Section):
     rounds: section.Positive
     """Training rounds until the run is finished."""
     peers: Annotated[int, Field(gt=0, le=2**16)] = 4
-    """Peers the run is planned for; `swarm-plan` and `swarm-local` start from it."""
+    """Number of peers that the run is planned for; the default of `swarm-plan` and
+    `swarm-local`."""
     admission: Literal["open", "invited"] = "open"
-    """open: strangers may join, and earn a vote by work. invited: only with an invitation."""
+    """open: strangers may join, and earn a vote by work. invited: peers join only with an
+    invitation."""
     initial: Literal["seed", "given"] = "seed"
     """seed: the initial weights follow from `seed`, and joiners compute them. given: the founder
-    has them from a checkpoint (`--initialise-from DIR`), and joiners fetch them."""
+    takes them from a checkpoint (`--initialise-from DIR`), and joiners fetch them."""
 
 
 class DataConfig(section.Section):
@@ -193,8 +196,8 @@ class DataConfig(section.Section):
     sequence_length: section.Positive
     """Tokens of a training sequence."""
     attention: Literal["window", "document"] = "window"
-    """window: a token attends to all tokens before it in its sequence. document: only to those of
-    its own document."""
+    """window: a token attends to all earlier tokens of its sequence. document: only to the earlier
+    tokens of its own document."""
     mask_repetition: bool = False
     """Whether the loss leaves out sequences in which 1 to 13 tokens stand 32 times in a row, as in
     SPES."""
@@ -204,8 +207,8 @@ class DataConfig(section.Section):
     """Subfolders of the text's folder, with weights: [["web", 0.7], ["code", 0.3]] takes 70 % of
     the bytes from web, until one folder has no more. Empty: the text is not mixed."""
     validation_bytes: Annotated[int, Field(ge=64, le=1_000_000)] = 65_536
-    """Bytes of held-out text. Their tokens go into manifest 0, and every `val_loss` is measured on
-    them."""
+    """Bytes of held-out text. Their tokens are in the first manifest, and every `val_loss` is
+    measured on them."""
 
 
 class TrainConfig(section.Section):
@@ -214,7 +217,7 @@ class TrainConfig(section.Section):
     batch_tokens: section.Positive
     """Tokens per peer and step, once all `phases` are over."""
     micro_batch_sequences: section.Positive
-    """Sequences per forward pass. Load balancing is computed over each such group."""
+    """Sequences per forward pass. Load balancing is computed over each micro-batch."""
     compute: Literal["fp32", "bf16"] = "bf16"
     """Type of matrix products; masters are fp32 in any case."""
     frozen: section.Codec = "bf16"
@@ -223,16 +226,16 @@ class TrainConfig(section.Section):
 
 Optimizer = Literal["adamw", "muon"]
 MUON_SCALE = 0.2
-"""Of Muon's update by the root of the longest side, as large as AdamW's (arXiv 2502.16982)."""
+"""Makes Muon's update, times the longest side's root, as large as AdamW's (arXiv 2502.16982)."""
 
 
 class OptimizerConfig(section.Section):
-    """The optimizer and its learning-rate schedule, both over the run's cumulative steps."""
+    """The optimizer and its learning-rate schedule, which counts the steps of the whole run."""
 
     kind: Optimizer = "adamw"
     """muon: Muon updates the matrices of attention and experts, AdamW all else."""
     lr: Annotated[float, Field(gt=0, le=1)]
-    """Learning rate after the warm-up; AdamW moves a weight by about so much a step."""
+    """Learning rate after the warm-up; AdamW moves a weight by about this much a step."""
     matrix_lr: Annotated[float, Field(gt=0, le=1)] | None = None
     """Learning rate of Muon's matrices after the warm-up; by default `lr`."""
     betas: tuple[section.Share, section.Share] = (0.9, 0.95)
@@ -240,14 +243,14 @@ class OptimizerConfig(section.Section):
     eps: section.PositiveReal = 1e-8
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Decoupled, times the learning rate."""
+    """Decoupled weight decay, multiplied by the learning rate."""
     clip_norm: section.PositiveReal = 1.0
-    """AdamW's gradients are scaled down to this norm where theirs is larger."""
+    """AdamW's gradients are scaled down to this norm if their norm is larger."""
     clip: Literal["global", "unit"] = "global"
     """global: by the norm of all gradients. unit: the embedding, each layer and the head by norms
     of their own, so that a streaming engine can update a layer while backward continues below."""
     warmup_steps: section.NonNegative = 0
-    """Steps over which the learning rate rises."""
+    """Steps over which the learning rate rises to its full value."""
     warmup_from: section.Share = 0.1
     """Warm-up starts at this share of `lr`."""
     final_share: section.Share = 0.1
@@ -270,23 +273,24 @@ class LossConfig(section.Section):
     similarity_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the similarity (CKA) of experts that get the same tokens (SimSMoE); 0: off."""
     similarity_threshold: section.Share = 0.5
-    """Pairs of experts that are less similar than this are left alone."""
+    """Pairs of experts that are less similar than this are not penalised."""
 
 
 class RoutingConfig(section.Section):
     """How tokens are led to experts in training. Evaluations and exports do not use it."""
 
     capacity_factor: section.PositiveReal | None = None
-    """An expert takes at most this times its even share of a micro-batch, and the rest is dropped.
-    Without it nothing is dropped."""
+    """An expert takes at most this multiple of its even share of a micro-batch, and the rest is
+    dropped. Without the setting nothing is dropped."""
     bias_update_rate: section.Share = 0.0
-    """Loss-free balancing (DeepSeek): the selection bias moves by so much a step."""
+    """Loss-free balancing (DeepSeek): the amount by which the selection bias moves in a step."""
     own_expert_bias: Annotated[float, Field(ge=0)] = 0.0
     """Added to the logits of the experts that a peer owns, only for the choice of experts."""
     own_expert_bias_share: section.Share = 0.5
     """`own_expert_bias` falls to 0 over this share of the schedule."""
     balance_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """SPES: at first the balancing loss counts the tokens of a peer's own experts times this."""
+    """SPES: at first, the balancing loss multiplies the tokens of a peer's own experts by this
+    factor."""
     balance_factor_share: section.Share = 0.2
     """`balance_factor` rises to 1 over this share of the schedule."""
 
@@ -295,37 +299,40 @@ class RoundConfig(section.Section):
     """When a round is due and how long its phases may take."""
 
     local_steps: section.Positive
-    """H: steps between rounds, after the last of `phases`. With `seconds`, this is the assumed
-    number for a peer whose pace is not known yet."""
+    """H: steps between rounds, after the last of `phases`. With `seconds`, the number that is
+    assumed for a peer whose pace is not known yet."""
     seconds: section.Seconds | None = None
-    """Each peer takes as many steps as fit into this time, and counts by its tokens. Without it
-    every peer takes `local_steps`, which is the exact mode."""
+    """Each peer takes as many steps as fit into this time, and its weight in means follows its
+    tokens. Without the setting every peer takes `local_steps`, which is the exact mode."""
     experts_every: section.Positive = 1
-    """Experts are exchanged every so many rounds; 1 is SPES."""
+    """Rounds between two exchanges of an expert; 1 is SPES."""
     shared_every: Annotated[int, Field(gt=0, le=64)] = 1
-    """Each part of the shared tensors is averaged every so many rounds; above 1 needs `stagger`."""
+    """Rounds between two means of a part of the shared tensors; above 1 needs `stagger`."""
     stagger: bool = False
     """Whether each round is a slice of a cycle and exchanges its share of the units, so that all
-    rounds move the same number of bytes. An expert that missed its round is made up for in the
-    next. `local_steps` are then those of a slice, and the run's last round exchanges everything."""
+    rounds move the same number of bytes. An expert that missed its round is exchanged in the next
+    round. `local_steps` are then the steps of a slice, and the run's last round exchanges
+    everything."""
     overlap: Literal["none", "round"] = "none"
     """round: the next local steps begin while a round is under way, and its result is added when
-    the round is over. This needs codings for `wire`, and a common text. none: every peer waits
+    the round is over. This mode needs codings for `wire`, and a common text. none: every peer waits
     until a round is over."""
     roster_after_s: section.Seconds = 6.0
-    """T_roster: after so long a roster may close without silent peers, if a quorum has offered."""
+    """T_roster: after this time a roster may close without silent peers, if a quorum has
+    offered."""
     reform_after_s: section.Seconds | None = None
-    """Silence after which a lost majority is given up. By default it is 600 s, or what an attempt
-    at a round may take if that is longer."""
+    """Silence after which a lost majority is given up. Default: 600 s, or an attempt's longest time
+    if longer."""
 
 
 class OwnershipConfig(section.Section):
     """How many peers train an expert."""
 
     owners_per_expert: Annotated[int, Field(gt=0, le=2**16)] = 1
-    """R: 1 is SPES; the number of peers makes it FedAvg."""
+    """R: 1 is SPES, and the number of peers is FedAvg."""
     min_owned_share: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Peers wait while a smaller share of the experts has an owner: the others fit no machine."""
+    """Peers wait while a smaller share of the experts has an owner. Experts without one fit no
+    machine."""
 
 
 class MergingConfig(section.Section):
@@ -334,11 +341,11 @@ class MergingConfig(section.Section):
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.0
     """alpha0; 0 switches merging off."""
     top_k: section.Positive = 4
-    """Donors of an expert: those most similar to it."""
+    """Number of an expert's donors, which are the experts most similar to it."""
     decay_steps: section.Positive = 12_500
-    """alpha falls to 0 over so many steps of the run."""
+    """Steps of the run over which alpha falls to 0."""
     interval_steps: section.Positive = 500
-    """Steps of the run between merges; a multiple of the local steps."""
+    """Steps of the run between two merges; a multiple of the local steps."""
 
 
 class WireConfig(section.Section):
@@ -349,24 +356,24 @@ class WireConfig(section.Section):
     experts: section.Codec = "bf16"
     """Type of experts; their owner keeps an fp32 master."""
     shared_coding: section.Coding = "none"
-    """How a round's move of the shared tensors travels. Norms and routers are sent whole in any
-    case. none: values are sent in place of moves. bf16, b2 (2 bits an element) and b1 (1 bit): what
-    rounding left out is sent in later rounds."""
+    """How a round's changes of the shared tensors are sent. Norms and routers are sent as values in
+    any case. none: values are sent instead of changes. bf16, b2 (2 bits an element) and b1 (1 bit):
+    the remainder of rounding is sent in later rounds."""
     experts_coding: section.Coding = "none"
-    """As `shared_coding`, for experts."""
+    """Like `shared_coding`, for experts."""
     part_bytes: Annotated[int, Field(ge=4096, le=2**32)] = 16 * 2**20
     """Largest size of one part of the shared tensors."""
 
 
 class PhaseConfig(section.Section):
-    """Settings that hold until the run has seen so many tokens."""
+    """Settings that hold until the run has trained on a number of tokens."""
 
     until_tokens: section.Positive
     """Tokens of all peers at which the phase ends. They rise from phase to phase."""
     local_steps: section.Positive
-    """As `round.local_steps`."""
+    """Like `round.local_steps`."""
     batch_tokens: section.Positive
-    """As `train.batch_tokens`."""
+    """Like `train.batch_tokens`."""
 
 
 class RunConfig(section.Section):
@@ -510,7 +517,7 @@ class RunConfig(section.Section):
                 f"{self.model.num_experts}, since an expert does not donate to itself"
             )
         if self.round.seconds:
-            return  # steps follow tokens, and a merge is due in the first round after its step
+            return  # Steps follow tokens: a merge is due in the first round after its step.
         for local_steps in [self.round.local_steps, *(p.local_steps for p in self.phases)]:
             if self.merging.interval_steps % local_steps:
                 raise ValueError(
@@ -532,7 +539,7 @@ class RunConfig(section.Section):
             )
 
     def phase_at(self, tokens: int) -> PhaseConfig:
-        """The local steps and batch that hold once the run has seen `tokens` tokens."""
+        """The local steps and batch that hold once the run has trained on `tokens` tokens."""
         for phase in self.phases:
             if tokens < phase.until_tokens:
                 return phase

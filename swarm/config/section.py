@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 MAX_COUNT = 2**62
-"""Of steps, tokens and the like. Counts in messages, records and manifests have the same bound."""
+"""Limit of steps, tokens and other counts, also in messages, records and manifests."""
 Positive = Annotated[int, Field(gt=0, le=MAX_COUNT)]
 NonNegative = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 PositiveReal = Annotated[float, Field(gt=0)]
@@ -18,11 +18,11 @@ Seconds = Annotated[float, Field(gt=0, le=10_000_000)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Codec = Literal["fp32", "bf16"]
 Coding = Literal["none", "bf16", "b2", "b1"]
-"""How an agreed value's move travels: `swarm.codings`."""
+"""How changes of agreed values are sent: see `swarm.codings`."""
 PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"
-"""Texts that people see on their terminals: no control characters."""
+"""Texts that people see on their terminals have no control characters."""
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
-"""A run id begins with it, and so does the name of a folder on every peer's disk."""
+"""A run id begins with the run's name, and so does a folder on every peer's disk."""
 
 
 class Section(BaseModel):
@@ -32,20 +32,20 @@ class Section(BaseModel):
 
 
 Problem = Mapping[str, Any]
-"""In pydantic's form."""
+"""A problem in pydantic's form."""
 MAX_PLACE_CHARACTERS = 120
 MAX_PROBLEM_CHARACTERS = 300
 
 
 def refusal(error: ValidationError) -> str:
-    """Place and problem of a stranger's first wrong value: short, without the value."""
+    """Place and problem of the first wrong value in a stranger's input, without the value."""
     problem = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(map(str, problem["loc"]))[:MAX_PLACE_CHARACTERS]
     return f"{place}: {problem['msg'][:MAX_PROBLEM_CHARACTERS]}"
 
 
 def first_problem(error: ValidationError) -> Problem:
-    """An unknown key if there is one, as it usually explains a missing one; else the first."""
+    """An unknown key if any, as it usually explains a missing key. Else the first problem."""
     problems = error.errors(include_url=False)
     return min(problems, key=lambda found: found["type"] != "extra_forbidden")
 
@@ -57,10 +57,10 @@ def key_of(place: Iterable[int | str]) -> str:
 
 
 def explained(key: str, problem: Problem, allowed: str = "") -> str:
-    """A problem of a person's value, with key and value.
+    """Text of the problem of a value that a person wrote, with key and value.
 
     Args:
-        key: of the value; empty for the whole.
+        key: the value's key; empty for the whole configuration.
         problem: what is wrong.
         allowed: the allowed values, in place of the schema's own words.
     """

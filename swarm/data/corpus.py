@@ -32,7 +32,7 @@ _OMITTED_FOLDERS = frozenset(
     {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
 )
 _OF_THE_MACHINE = re.compile(r"_sysconfigdata.*|config-.*/.*|(site|user)customize\.py")
-"""A file with an installation's own paths."""
+"""Names of files that contain an installation's own paths."""
 _HELD_OUT_ONE_IN = 50
 
 
@@ -41,7 +41,7 @@ class Corpus:
     """A sorted list of files.
 
     Attributes:
-        name: for people. Nothing depends on it.
+        name: name for people. Nothing depends on it.
         root: the absolute path of the folder with the files.
         files: paths relative to `root`, with forward slashes, sorted.
         unlisted: paths that may be text but are not read, each with the reason.
@@ -58,13 +58,13 @@ class Corpus:
     mixture: ClassVar[tuple[tuple[str, float], ...]] = ()
 
     def documents(self, tally: Tally | None = None) -> Iterator[bytes]:
-        """The documents, without blank ones, in order; see `swarm.data.documents`.
+        """The documents in order, except blank documents; see `swarm.data.documents`.
 
         Args:
             tally: counts all skipped input, including `unlisted` and `unread`.
 
         Raises:
-            DataError: see `file_documents`. Also if a file becomes unreadable while it is read.
+            DataError: see `file_documents`. Or a file becomes unreadable while it is read.
         """
         tally = tally or Tally()
         for what, reason in self.unlisted:
@@ -84,8 +84,8 @@ class Corpus:
     def fingerprint(self, digests: FileDigests | None = None) -> str:
         """Digest of the names and contents of the files. It does not depend on their folder.
 
-        Reads the files, at about a second per GB, except those with known digests. A cache of the
-        corpus stays valid as long as the fingerprint is equal.
+        Reads the files without known digests, at about a second per GB. A cache of the corpus stays
+        valid as long as the fingerprint does not change.
 
         Raises:
             DataError: a file of the list is missing.
@@ -99,7 +99,7 @@ def fingerprint_of(root: Path, files: Iterable[str], digests: FileDigests | None
     """Digest of the names and contents of files.
 
     Raises:
-        DataError: one of them is missing.
+        DataError: a file is missing.
     """
     names = list(files)
     listed = list(zip(names, (digests or FileDigests()).of(root, names), strict=True))
@@ -140,7 +140,7 @@ def standard_library_corpus() -> Corpus:
 
 
 def folder_corpus(folder: Path, column: str = TEXT, *, follow_links: bool = False) -> Corpus:
-    """As `listed_corpus`, with at least one file.
+    """Like `listed_corpus`, but requires at least one file.
 
     Raises:
         DataError: the folder is missing or has no file of these kinds. The error names some of its
@@ -175,7 +175,7 @@ def listed_corpus(folder: Path, column: str = TEXT, *, follow_links: bool = Fals
 
 
 def is_held_out(content: bytes) -> bool:
-    """Whether a document is held out from training, by its content alone.
+    """Whether a document is held out from training, which only its content decides.
 
     So all machines agree without a list of held-out files, and copies of a text are treated alike.
     """
@@ -188,7 +188,7 @@ class Split:
 
     Attributes:
         instead: the smallest digest of all documents. The document with this digest is held out if
-            by chance no other one is.
+            by chance no other document is.
     """
 
     instead: int | None = None
@@ -315,15 +315,15 @@ class Mixture:
     """Documents of several folders, in turn; see `swarm.data.shard_writer.Source`.
 
     The next document comes from the folder with the fewest bytes so far, divided by its weight.
-    Ties go to the first folder. The mixture ends when that folder has no more documents, and the
-    rest of the others is not read. So no document occurs twice, and the shares are exact up to a
-    document.
+    Ties go to the first folder. The mixture ends when the chosen folder has no more documents. The
+    rest of the other folders is not read. So no document occurs twice, and the shares are exact up
+    to a document.
 
     Attributes:
-        name: for people.
-        root: the folder that contains the others.
-        mixture: names and weights of the others.
-        parts: their documents.
+        name: name for people.
+        root: the folder that contains the mixed folders.
+        mixture: names and weights of the mixed folders.
+        parts: documents of each mixed folder.
     """
 
     name: str

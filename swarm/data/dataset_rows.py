@@ -26,10 +26,10 @@ class DatasetText:
     Each reading is a new stream, from the hub or from a folder.
 
     Attributes:
-        path: its name on the hub, or a folder.
-        config: one of its configurations. None for the only one.
-        split: such as "train".
-        column: of the text in rows.
+        path: name of the data set on the hub, or a folder.
+        config: a configuration of the data set. None for the only configuration.
+        split: the split, such as "train".
+        column: column of the text in rows.
     """
 
     path: str
@@ -76,7 +76,7 @@ class DatasetText:
         with self._opened() as builder:
             rows = builder.as_streaming_dataset(split=self.split)
             yield from row_documents(self._texts(rows), self.name, tally)
-        tally.finished(0)  # its size is unknown
+        tally.finished(0)  # the size is unknown
 
     def tokens(self, documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[Tokens]:
         """See `Source`."""

@@ -1,7 +1,7 @@
 """The documents of one file: its text, and the cuts of large texts.
 
-Everything here is a function of the file's bytes alone, so that equal files give equal documents on
-every machine. Buffers have bounded sizes.
+Everything here depends only on the file's bytes, so that equal files give equal documents on every
+machine. Buffers have bounded sizes.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ def html_text(page: str) -> str:
 
 
 class _Lines:
-    """The text so far, and the separator before the next word."""
+    """Collects the text, and the separator before the next word."""
 
     def __init__(self) -> None:
         self.written: list[str] = []
         self._before = ""
         """The separator before the next word: none, a space, a tab or line ends."""
         self._hidden = self._kept_space = 0
-        """Enclosing elements that are hidden, or whose spaces count."""
+        """Numbers of enclosing elements that are hidden, and whose spaces count."""
         self._is_first_in_pre = False
 
     def begin(self, tag: str) -> None:
@@ -110,7 +110,7 @@ class _Lines:
             self._set_off("\n\n" if tag in _PARAGRAPHS else "\n")
 
     def _set_off(self, by: str) -> None:
-        """Separates the next word at least by this. The first word has no separator."""
+        """Separates the next word at least by `by`. The first word has no separator."""
         at_line_start = not self.written or (by == " " and self.written[-1].endswith("\n"))
         if not at_line_start:
             self._before = max(self._before, by, key=_MARKS.index)
@@ -137,16 +137,17 @@ _BREAKS = ((b"\n\n", b"\n\r\n"), (b"\n",), (b" ",))
 def file_documents(
     path: Path, name: str, skipped: Tally, column: str = TEXT
 ) -> Iterator[bytes] | None:
-    """The documents of a file without blank ones, in order, each of at most 64 KiB of UTF-8.
+    """The documents of a file in order, except blank documents, each of at most 64 KiB of UTF-8.
 
     A .jsonl file has one text per line, in objects with a string under `column`. A .json file is
-    one such object, a list of them, or a .jsonl file by another name. A .parquet file has one text
-    per row, in the column of that name. Lines, objects and rows without a text are skipped. The
-    text of an .html file is its visible text. Any other file is one text. `pieces` cuts the texts.
+    one such object, a list of such objects, or a .jsonl file by another name. A .parquet file has
+    one text per row, in the column `column`. Lines, objects and rows without a text are skipped.
+    The text of an .html file is its visible text. Any other file is one text. `pieces` cuts the
+    texts.
 
     Args:
-        path: of a regular file.
-        name: its name in `skipped`.
+        path: path of a regular file.
+        name: name of the file in `skipped`.
         skipped: counts all skipped input.
         column: the key or column of the text in objects and rows.
 
@@ -174,9 +175,9 @@ def file_documents(
 def pieces(file: BinaryIO) -> Iterator[bytes]:
     """Cuts a text into documents of at most 64 KiB.
 
-    A longer text is cut after the last blank line in the second half of its first 64 KiB. Without
-    one, it is cut after the last line end there, the last space, or the last whole character. The
-    rest is cut likewise.
+    A longer text is cut after the last blank line in the second half of its first 64 KiB. Without a
+    blank line, it is cut after the last line end there, the last space, or the last whole
+    character. The rest is cut in the same way.
     """
     rest = b""
     while chunk := file.read(_READ_BYTES):

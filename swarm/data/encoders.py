@@ -40,7 +40,7 @@ def require_package() -> None:
     """Requires the package that reads tokenizer files.
 
     Raises:
-        TokenizerError: it is not installed.
+        TokenizerError: the package is not installed.
     """
     if importlib.util.find_spec("tokenizers") is None:
         raise TokenizerError(
@@ -132,7 +132,7 @@ def _batches(documents: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 
 class _Crew:
-    """One process for each thread that asks."""
+    """One encoding process for each thread that asks."""
 
     def __init__(self, content: bytes, end_of_text: int, batch_s: float) -> None:
         self._content, self._end_of_text, self._batch_s = content, end_of_text, batch_s
@@ -182,7 +182,7 @@ class _Crew:
 
 
 class _Process:
-    """One process. It is killed when an exchange exceeds its deadline."""
+    """One process that encodes. It is killed when an exchange exceeds its deadline."""
 
     def __init__(self) -> None:
         self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `kill`
@@ -223,7 +223,7 @@ class _Process:
         self._process.wait()
 
     def close(self) -> None:
-        """Closes the pipes, once nobody waits any more."""
+        """Closes the pipes once no caller waits."""
         for pipe in (self._process.stdin, self._process.stdout, self._said):
             assert pipe is not None
             with contextlib.suppress(OSError):  # input that the process did not read

@@ -1,7 +1,7 @@
 """A process that runs a tokenizer, perhaps a stranger's: text in, token ids out.
 
 This script imports nothing of the project. A bad tokenizer (recursion, a panic of its parser, an
-endless regular expression, unbounded memory) stops this process alone. The peer waits for it with a
+endless regular expression, unbounded memory) stops only this process. The peer waits for it with a
 deadline, and reports the failure. Usage: `swarm.data.encoders`.
 
 Numbers are little-endian. The input begins with a header: bytes of the tokenizer.json (4), id of
@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 HEADER = struct.Struct("<IIQ")
 NO_PACKAGE = 3
-"""Exit code."""
+"""Exit code if the package tokenizers is missing."""
 DECODE = 1 << 31
 """Added to the number of documents of a batch of ids."""
 
@@ -29,7 +29,7 @@ DECODE = 1 << 31
 def main() -> int:
     """Answers until its input ends."""
     source, out = sys.stdin.buffer, sys.stdout.buffer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this process
     size, end_of_text, memory_bytes = HEADER.unpack(_exactly(source, HEADER.size))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))

@@ -26,7 +26,7 @@ from swarm.data.tokenizer import Tokenizer
 from swarm.errors import DataError
 
 MAX_HELD_OUT_TEXT = 1_000_000
-"""Bytes: the largest `data.validation_bytes`."""
+"""Bytes of the largest `data.validation_bytes`."""
 
 
 class Windows(NamedTuple):
@@ -34,7 +34,8 @@ class Windows(NamedTuple):
 
     Attributes:
         tokens_BT1: int64. Each sequence predicts T tokens.
-        scored_BT: bool, the predictions that count. The others are context, or come after the text.
+        scored_BT: bool, the predictions that count. The other predictions are context, or come
+            after the text.
     """
 
     tokens_BT1: torch.Tensor
@@ -49,7 +50,7 @@ class HeldOut:
         windows: grouped by width, the widest first. A short document has a narrow window, to save
             padding.
         num_tokens: predicted tokens, each once.
-        num_bytes: of the text in UTF-8.
+        num_bytes: bytes of the text in UTF-8.
     """
 
     windows: tuple[Windows, ...]
@@ -78,16 +79,16 @@ def held_out_documents(
     """Held-out documents of at most `limit` bytes together, those with the smallest digests first.
 
     The order does not depend on paths or names of files, and draws from the whole corpus. The last
-    document is cut at a character. If no document happens to be held out, the one with the smallest
-    digest is (`swarm.data.corpus.Split`). Equal documents count once. The function reads every
-    document, and keeps in memory those that it returns.
+    document is cut at a character. If no document happens to be held out, the document with the
+    smallest digest is held out (`swarm.data.corpus.Split`). Equal documents count once. The
+    function reads every document, but keeps only the returned documents in memory.
 
     Args:
         documents: texts in UTF-8.
-        limit: bytes.
-        are_held_out: whether all documents are held-out ones, as those kept with shards. For ready
-            tokens the digest of the ids has decided the split, and the text's digest is another
-            one.
+        limit: most bytes of all documents together.
+        are_held_out: whether all documents are held out, like the documents kept with shards. For
+            ready tokens, the digest of the ids has decided the split, which differs from the text's
+            digest.
 
     Raises:
         DataError: there is no document.
@@ -102,7 +103,7 @@ def held_out_documents(
 def whole_held_out(
     documents: Iterable[bytes], limit: int, *, are_held_out: bool = False
 ) -> list[bytes]:
-    """As `held_out_documents`, without cutting the last document, which may be no text."""
+    """Like `held_out_documents`, but without cutting the last document, which may be no text."""
     # A heap with the largest digest on top. heapq keeps the smallest on top, hence the sign.
     kept: list[tuple[int, bytes]] = []
     chosen = set[int]()
@@ -137,17 +138,17 @@ def held_out_windows(
     """The windows of held-out documents.
 
     A document of n tokens has windows at 0, T, 2T, and so on. The first window begins with the
-    end-of-text token, each other one with the token before its first prediction. The last window
-    predicts the rest. In a document longer than T, it ends with the document and begins T tokens
-    before, so that the rest has a full window of context.
+    end-of-text token, each further window with the token before its first prediction. The last
+    window predicts the rest. In a document longer than T, it ends with the document and begins T
+    tokens before, so that the rest has a full window of context.
 
     Source: lm-evaluation-harness 0.4, `get_rolling_token_windows` and `make_disjoint_window`.
 
     Args:
-        tokens: of all documents, each closed by `end_of_text`.
-        end_of_text: this token's id.
+        tokens: tokens of all documents, each closed by `end_of_text`.
+        end_of_text: id of the end-of-text token.
         sequence_length: T of the run.
-        num_bytes: of the text in UTF-8.
+        num_bytes: bytes of the text in UTF-8.
 
     Raises:
         DataError: there is no token to predict.
@@ -191,7 +192,7 @@ def measured_on(tokenizer: Tokenizer, documents: Sequence[bytes], sequence_lengt
 def _rows(
     document: NDArray[np.int64], end_of_text: int, length: int
 ) -> Iterator[tuple[NDArray[np.int64], int, int]]:
-    """Tokens of each window, and its predictions that count: from `first` to before `after`."""
+    """Tokens of each window, and the predictions that count: `first` to before `after`."""
     with_context = np.concatenate([[end_of_text], document])
     for start in range(0, len(document), length):
         stop = min(start + length, len(document))

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 2**20
 SETTLED_S = 2.0
-"""A file that changed within this time may change again in the same tick of its file system's
+"""Seconds in which a file that has changed may change again in the same tick of its file system's
 clock."""
 
 
@@ -37,7 +37,7 @@ class FileDigests:
         """Reads the known digests. A missing or damaged file counts as empty.
 
         Args:
-            path: of the file. None keeps digests within this process alone.
+            path: path of the file. None keeps digests only within this process.
             clock: seconds since 1970.
         """
         self._path, self._clock = path, clock
@@ -50,7 +50,7 @@ class FileDigests:
         Digests of other files are dropped.
 
         Raises:
-            DataError: one of them cannot be read.
+            DataError: a file cannot be read.
         """
         names = list(files)
         reporter = Reporter(f"looking for changes in {root.name}", "file")
@@ -79,7 +79,7 @@ class FileDigests:
         try:
             durable.make_folder(self._path.parent)
             durable.write_file(self._path, json.dumps(self._used).encode())
-        except OSError as error:  # the next start reads the text once more
+        except OSError as error:  # the next start reads the text again
             logger.warning("%s: cannot be written: %s", self._path, error.strerror)
         else:
             self._kept = dict(self._used)
@@ -135,7 +135,7 @@ SUFFIXES = f"{', '.join(_KINDS)}, each also with .gz or .zst behind it"
 
 
 def kind_of(name: str) -> Kind | None:
-    """The kind of a file, by its suffix. None if it is not read."""
+    """The kind of a file, by its suffix. None if such files are not read."""
     return _KINDS.get(os.path.splitext(_unpacked(name))[1])
 
 
@@ -150,8 +150,8 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     """A file's bytes, decompressed according to its name.
 
     Raises:
-        DataError: it cannot be decompressed, or the package for this is not installed.
-        OSError: it cannot be read.
+        DataError: the file cannot be decompressed, or the package for this is not installed.
+        OSError: the file cannot be read.
     """
     damage: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
     packing = path.suffix.lower()
@@ -172,7 +172,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def opened_to_seek(path: Path) -> Iterator[BinaryIO]:
-    """As `opened`, for readers that seek. Unpacks a packed file into a temporary one.
+    """Like `opened`, for readers that seek: a packed file is unpacked into a temporary file.
 
     Raises:
         DataError, OSError: see `opened`.

@@ -61,7 +61,7 @@ def permute(places: Indexes, size: int, key: str) -> NDArray[np.int64]:
     """Some values of a keyed pseudo-random permutation of range(size).
 
     It is a Feistel network on the next power of four. A value outside of the range goes through the
-    network again until it falls inside, at most four times on average.
+    network again until it is inside, at most four times on average.
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     digest = blake3(f"windows {key}".encode()).digest(length=8 * _ROUNDS)
@@ -100,8 +100,8 @@ Wanted = tuple[Dealt, int, int]
 class Loader:
     """Reads samples of one text by their numbers, with the next batch read ahead in a thread.
 
-    `data.mode` only decides which text the caller gives: the common one, or the peer's own.
-    Use it as a context manager, or call `close`.
+    `data.mode` only decides which text the caller gives: the common text, or the peer's own. Use it
+    as a context manager, or call `close`.
     """
 
     def __init__(
@@ -146,11 +146,11 @@ class Loader:
         self._future: Future[torch.Tensor] | None = None
 
     def batch(self, dealt: Dealt, local_step: int, batch_tokens: int) -> torch.Tensor:
-        """The batch of a local step, int64 [batch_tokens / T, T + 1]. Reads the next one ahead.
+        """The batch of a local step, int64 [batch_tokens / T, T + 1]. Reads the next batch ahead.
 
         Args:
             dealt: the samples of the round, as stretches in reading order.
-            local_step: steps on this deal before this one.
+            local_step: number of earlier steps on this deal.
             batch_tokens: a multiple of T.
 
         Raises:
@@ -171,7 +171,7 @@ class Loader:
         return batch_BT1
 
     def read(self, dealt: Dealt, local_step: int, batch_tokens: int) -> torch.Tensor:
-        """As `batch`, without a thread and reading ahead."""
+        """Like `batch`, but without a thread that reads ahead."""
         rows, rest = divmod(batch_tokens, self._length)
         assert not rest and rows, (batch_tokens, self._length)
         samples = samples_at(dealt, local_step * rows, rows)
@@ -185,7 +185,7 @@ class Loader:
         return batch_BT1.pin_memory() if self._pin_memory else batch_BT1
 
     def close(self) -> None:
-        """Stops the thread. A thread that hangs in the disk is logged and abandoned."""
+        """Stops the thread. A thread that a disk blocks is logged and abandoned."""
         self._reader.end(END_S)
 
     def __enter__(self) -> Self:

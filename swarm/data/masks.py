@@ -40,8 +40,8 @@ class Masks:
     """Masks of one batch.
 
     Attributes:
-        starts_BT: bool, the first tokens of documents. Attention stays within documents. None: it
-            sees the whole sequence.
+        starts_BT: bool, the first tokens of documents. Attention stays within documents. None: a
+            token attends to its whole sequence.
         scored_BT: bool, predictions in the loss. None: all.
     """
 

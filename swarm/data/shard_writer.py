@@ -30,7 +30,7 @@ from swarm.errors import DataError
 from swarm.progress import reading
 
 GROUP_TOKENS = 2**22
-"""Documents are reordered within a group of this many tokens, which are in memory at once."""
+"""Tokens of a group within which documents are reordered. A group is in memory at once."""
 
 
 def packed(
@@ -39,7 +39,7 @@ def packed(
     """Packs the tokens of documents into groups of multiples of `length`.
 
     A document begins with the end-of-text token before it. The rest of a sequence is filled with
-    this token, and an end-of-text token after another one is padding.
+    this token: an end-of-text token after an end-of-text token is padding.
 
     Args:
         documents: each closed by `end_of_text`, with at least one other token.
@@ -107,7 +107,7 @@ class Source(Protocol):
         """Folders and their weights. Empty if the text is not mixed."""
 
     def fingerprint(self, digests: FileDigests | None = None, /) -> str:
-        """Equal as long as no file's content changes. `digests` are the known ones."""
+        """Equal as long as no file's content changes. `digests` are the known digests."""
 
     def documents(self, tally: Tally | None = None) -> Iterator[bytes]:
         """All documents in order. The tally counts files and skipped input."""
@@ -128,13 +128,13 @@ class Contents:
         training_bytes: size of the training documents.
         held_out_documents: held-out documents.
         held_out_bytes: size of the held-out documents.
-        copies: documents that were left out as copies of earlier ones.
+        copies: documents that were left out as copies of earlier documents.
         repetitive: documents that were left out because they repeat a few tokens many times.
         file_bytes: size of the text files on disk.
-        skipped: reason -> number of skipped files, folders, lines and rows.
-        unread: suffix -> number of files that are not read because of their suffix.
+        skipped: number of skipped files, folders, lines and rows by reason.
+        unread: number of files that are not read because of their suffix, by suffix.
         skipped_names: the first 10,000 skipped names, with the reason.
-        unread_names: likewise the files that are not read because of their suffix.
+        unread_names: the first 10,000 files that are not read because of their suffix.
     """
 
     digest: str = ""
@@ -175,8 +175,8 @@ class Contents:
 
 
 _Shard = tuple[str, int, str, int, int, int]
-"""File name, tokens, digest. Then totals up to its end: tokenized documents, repetitive ones that
-were left out, and the bytes of these."""
+"""File name, tokens, digest. Then totals up to the shard's end: tokenized documents, left-out
+repetitive documents, and their bytes."""
 
 
 @dataclass
@@ -223,7 +223,7 @@ class _Finished:
         """A digest of all tokens in finished shards, to be continued.
 
         Raises:
-            DataError: one of them has changed.
+            DataError: a shard has changed.
         """
         everything = blake3()
         for name, _, digest, *_ in self.shards:
@@ -328,8 +328,8 @@ class _Kept:
 
     Attributes:
         seen: tokenized documents, including those of finished shards.
-        left_out: the repetitive ones of these.
-        left_out_bytes: size of the repetitive ones.
+        left_out: documents among these that were left out as repetitive.
+        left_out_bytes: size of the left-out documents.
     """
 
     seen: int = 0
@@ -338,7 +338,7 @@ class _Kept:
     _sizes: deque[int] = field(default_factory=deque)
 
     def noted(self, documents: Iterable[bytes]) -> Iterator[bytes]:
-        """Yields the documents, and records their sizes for `of`, which may lag behind."""
+        """Yields the documents, and records their sizes for `of`, which may be behind."""
         for content in documents:
             self._sizes.append(len(content))
             yield content
@@ -388,7 +388,7 @@ class Pass:
 
         Args:
             left_out: training documents that were left out as repetitive.
-            left_out_bytes: their size.
+            left_out_bytes: size of these documents.
         """
         count = self._counted
         return Contents(
@@ -438,7 +438,7 @@ def _write_shard(
 
 
 def _until(documents: Iterable[Tokens], num_tokens: int) -> Iterator[Tokens]:
-    """The first documents, up to the one that reaches a number of tokens. Takes no further ones."""
+    """The first documents, up to the document that reaches a number of tokens. Reads no further."""
     size = 0
     for tokens in documents:
         yield tokens

@@ -71,19 +71,20 @@ def open_shards(
     *,
     shard_tokens: int = shard_writer.SHARD_TOKENS,
 ) -> Shards:
-    """The training documents of a corpus, without held-out ones, as shards.
+    """The training documents of a corpus as shards.
 
-    A cache is found by the content of the corpus and the tokenizer's name. A torn or changed cache
-    is built again, which gives the same tokens. Every byte of it is checked, at about 0.4 s per GB.
-    It is written next to its place and renamed, so it is there whole or not at all. After a kill
-    the next start continues the unfinished cache, unless another corpus is opened. The cache of a
-    changed text is removed. The newest caches of other texts and tokenizers stay, up to
-    `KEPT_CACHES` in all, because a person may return to one. A second process waits for the first.
+    A cache is found by the content of the corpus and the tokenizer's name. A damaged or changed
+    cache is built again, which gives the same tokens. Every byte of a cache is checked, at about
+    0.4 s per GB. A cache is written next to its place and renamed, so it is there whole or not at
+    all. After a kill the next start continues the unfinished cache, unless another corpus is
+    opened. The cache of a changed text is removed. The newest caches of other texts and tokenizers
+    stay, up to `KEPT_CACHES` in all, because a person may return to an earlier text. A second
+    process waits for the first.
 
     Args:
-        corpus: its documents.
+        corpus: the corpus.
         cache: folder for caches, made if missing.
-        tokenizer: of the run.
+        tokenizer: tokenizer of the run.
         shard_tokens: a shard is closed by the first document that reaches this size.
 
     Raises:
@@ -150,7 +151,7 @@ def _remove_old(cache: Path, used: Path, origin: list[Any]) -> None:
 
 
 def _origin_of(cache: Path) -> list[Any] | None:
-    """Text, tokenizer and size of shards of a cache. None if its file is missing or damaged."""
+    """Text, tokenizer and shard size of a cache. None if their file is missing or damaged."""
     try:
         found = json.loads((cache / ORIGIN).read_bytes())
     except (OSError, ValueError):
@@ -167,7 +168,7 @@ def _used_s(cache: Path) -> float:
 def _with_unread(shards: Shards, corpus: Corpus | Mixture) -> Shards:
     """Shards of a cache, with the present files that are not read because of their suffix.
 
-    No token depends on these files, so the cache stays valid when one is added or removed.
+    No token depends on these files, so the cache stays valid when such a file is added or removed.
     """
     tally = Tally()
     for what, suffix in corpus.unread:
@@ -196,11 +197,11 @@ class Prepared:
     """A folder of prepared shards; see `swarm-data tokenize`.
 
     Attributes:
-        name: of their text.
+        name: name of the text.
         root: the folder.
-        tokenizer: name of their tokenizer.
+        tokenizer: name of the tokenizer.
         mixture: folders and weights of a mixed text. Empty if it was not mixed.
-        pack: tokens of the sequences that documents were packed into. None if they were not.
+        pack: tokens of the sequences that documents were packed into. None if they were not packed.
     """
 
     name: str
@@ -210,10 +211,11 @@ class Prepared:
     pack: int | None = None
 
     def open(self, tokenizer: Tokenizer) -> Shards:
-        """Its shards, every byte checked.
+        """The shards of this folder, every byte checked.
 
         Raises:
-            DataError: another tokenizer made them, or they are damaged. The error names the remedy.
+            DataError: another tokenizer made the shards, or they are damaged. The error names the
+                remedy.
         """
         if self.tokenizer != tokenizer.name:
             raise DataError(
@@ -224,7 +226,7 @@ class Prepared:
         return self.opened()
 
     def opened(self) -> Shards:
-        """Its shards, every byte checked, for any tokenizer.
+        """The shards of this folder, every byte checked, whichever tokenizer made them.
 
         Raises:
             DataError: they are damaged.
@@ -256,7 +258,7 @@ class Prepared:
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether a folder contains shards, perhaps unfinished ones, instead of text."""
+    """Whether a folder contains shards, even unfinished, instead of text."""
     return (folder / shard_writer.HEADER).is_file() or (folder / shard_writer.PROGRESS).is_file()
 
 
@@ -264,7 +266,7 @@ def open_prepared(folder: Path) -> Prepared:
     """A folder of shards. Only reads the header.
 
     Raises:
-        DataError: it is damaged, has another version, or is not finished.
+        DataError: the folder is damaged, has another version, or is not finished.
     """
     if not (folder / shard_writer.HEADER).is_file():
         raise DataError(

@@ -18,7 +18,7 @@ from swarm.errors import DataError
 MAX_PAGE_BYTES = 2**26
 _BATCH_BYTES = 2**24
 _MAX_ROWS = 1024
-"""Most text bytes of a batch."""
+"""Most rows that are read as one batch."""
 _READ_BYTES = 2**20
 _STRINGS = ("string", "large_string", "string_view")
 

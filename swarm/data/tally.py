@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 MAX_NAMED = 10_000
-"""Most files, folders and lines that are named. Further ones are only counted."""
+"""Most files, folders and lines that are named. Further names are only counted."""
 _MAX_SUFFIXES = 100
 _SHOWN = 8
 HIDDEN = "hidden"
@@ -21,12 +21,11 @@ class Tally:
     Attributes:
         files: files that were read to their end.
         num_bytes: size of these files on disk.
-        skipped: reason -> number of files, folders, lines and rows that should be text but were
-            skipped.
-        unread: suffix -> number of files that were not read because of their suffix; see `HIDDEN`,
+        skipped: number of files, folders, lines and rows by the reason why they are no text.
+        unread: number of files that were not read because of their suffix, by suffix; see `HIDDEN`,
             `NO_SUFFIX`.
         named: the first `max_named` skipped names, with the reason.
-        left: likewise the files that were not read because of their suffix.
+        left: the first `max_named` files that were not read because of their suffix.
     """
 
     files: int = 0
@@ -62,7 +61,7 @@ class Tally:
         self.num_bytes += num_bytes
 
     def summary(self) -> str:
-        """The input that was read, unread by suffix, and skipped by reason, in a line."""
+        """Read input, unread input by suffix, and skipped input by reason, in a line."""
         parts = [f"{_counted(self.files, 'file')} of {_size(self.num_bytes)} read"]
         if self.unread:
             parts.append(f"not read by suffix: {_listed(self.unread)}")
@@ -77,14 +76,14 @@ class Tally:
         return "; ".join([self.summary(), *names[:3], *more])
 
     def names(self) -> list[str]:
-        """The names of all unread input, and the number of further ones."""
+        """The names of all unread input, and the number of further names."""
         named = [*self.named, *self.left]
         more = self.count + sum(self.unread.values()) - len(named)
         return [*named, *([f"... and {more:,} more"] if more else [])]
 
 
 def _listed(counts: Mapping[str, int]) -> str:
-    """The reasons or suffixes as text, the most frequent ones first."""
+    """The reasons or suffixes as text, the most frequent first."""
     ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
     shown = [f"{count:,} {what}" for what, count in ordered[:_SHOWN]]
     rest = sum(count for _, count in ordered[_SHOWN:])

@@ -1,7 +1,7 @@
 """Tokens from other tools: .npy arrays and nanoGPT's .bin files, as documents of ids.
 
 Here a document is the bytes of its ids, little-endian uint32, without the closing id. So it has a
-digest as a text has, and the same rules find held-out documents and copies.
+digest like a text, and the same rules find held-out documents and copies.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from swarm.errors import DataError
 
 SUFFIXES = (".npy", ".bin")
 MAX_DOCUMENT_TOKENS = 2**14
-"""Most ids of a document. Longer documents are cut, as texts are."""
+"""Most ids of a document. Longer documents are cut, like texts."""
 _MAGIC = 20240520
 """First of the 256 int32 at the head of .bin files of llm.c and modded-nanogpt. [1] is the version,
 [2] the number of tokens. The tokens follow as uint16. Files of nanoGPT begin with their tokens."""
 _HEADER_INTS = 256
 _READ_TOKENS = 2**22
 _SURE = 64
-"""If every second one of so many ids is 0, the file has 4 bytes per id but was read with 2."""
+"""Number of ids. If every second id is 0, the file has 4 bytes per id but was read with 2."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class ReadyTokens:
     Attributes:
         name: the name for people.
         root: the folder.
-        files: paths relative to it, sorted.
+        files: paths relative to the folder, sorted.
         num_ids: upper bound of ids.
         end_of_text: id that closes a document in these files.
-        unlisted: paths of this kind that are not read, each with the reason.
+        unlisted: paths of .npy and .bin files that are not read, each with the reason.
         unread: paths that are not read because of their suffix, each with the suffix.
     """
 
@@ -108,10 +108,10 @@ class ReadyTokens:
 def ready_tokens(
     folder: Path, tokenizer: Tokenizer, end_of_text: int | None, *, follow_links: bool = False
 ) -> ReadyTokens | None:
-    """The .npy and .bin files below a folder, without hidden ones. None if there are none.
+    """The .npy and .bin files below a folder, except hidden files. None if there are none.
 
-    `end_of_text` is the id that closes documents in them, by default the tokenizer's. Links are
-    followed as for texts.
+    `end_of_text` is the id that closes documents in these files, by default the tokenizer's. Links
+    are followed as for texts.
 
     Raises:
         DataError: the folder has texts too. A .json file is allowed, because it may describe the
@@ -137,8 +137,8 @@ def ready_tokens(
 def read_tokens(path: Path, num_ids: int) -> Tokens:
     """The memory-mapped tokens of a file. `num_ids` is the tokenizer's.
 
-    A .npy file names the size of its integers. In a .bin file they have 2 bytes, or 4 if the
-    tokenizer has more than 65,536 ids. In llm.c's files with a header they have 2.
+    A .npy file names the size of its integers. In a .bin file ids have 2 bytes, or 4 if the
+    tokenizer has more than 65,536 ids. In llm.c's files with a header ids have 2 bytes.
 
     Raises:
         DataError: the file is no one-dimensional array of integers of this size, or is torn.

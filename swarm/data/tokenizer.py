@@ -25,7 +25,7 @@ class Tokenizer(Protocol):
 
     @property
     def name(self) -> str:
-        """Its kind and 16 hex digits. Tokenizers with equal names behave alike."""
+        """The tokenizer's kind and 16 hex digits. Tokenizers with equal names give equal tokens."""
 
     @property
     def num_ids(self) -> int:
@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
         """Token ids of each document in order, closed by `end_of_text`.
 
         Raises:
-            TokenizerError: it cannot be run, or returned impossible ids.
+            TokenizerError: the tokenizer cannot be run, or returned impossible ids.
         """
 
     def decoded(self, documents: Sequence[Tokens]) -> list[bytes]:
@@ -54,7 +54,7 @@ class Tokenizer(Protocol):
     def save(self, folder: Path, *, model_max_length: int) -> None:
         """Writes tokenizer.json and tokenizer_config.json for `AutoTokenizer`.
 
-        The loaded tokenizer gives the ids of `encoded` without the closing one, also for text that
+        The loaded tokenizer gives the ids of `encoded` without the closing id, even for text that
         spells a special token.
 
         Args:

@@ -1,7 +1,7 @@
 """A tokenizer.json of the packages tokenizers and Transformers, perhaps a stranger's.
 
-This module only reads it as JSON, in bounded memory, for the ids in use and the end-of-text token.
-Separate processes run the tokenizer (`swarm.data.encoders`).
+This module only reads the file as JSON, in bounded memory, for the ids in use and the end-of-text
+token. Separate processes run the tokenizer (`swarm.data.encoders`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _END_OF_TEXT = (
     "[SEP]",
 )
 """End-of-text tokens of GPT and Qwen, Llama 3, SentencePiece, Gemma, DeepSeek and BERT. The first
-one that a file has is used."""
+of these tokens that a file has is used."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class FileTokenizer:
     Attributes:
         content: the file.
         end_of_text: id of the token that closes a document.
-        end_of_text_token: its spelling.
+        end_of_text_token: spelling of that token.
         num_ids: upper bound of ids in use.
         name: determines the content and the closing id.
     """
@@ -64,13 +64,13 @@ class FileTokenizer:
         """Reads a tokenizer's file.
 
         Args:
-            content: of a tokenizer.json.
+            content: content of a tokenizer.json.
             end_of_text: id or spelling of the token that closes a document. By default the first of
-                the widely used ones that the file has.
+                the widely used tokens that the file has.
 
         Raises:
-            TokenizerError: the content is no tokenizer, or one that no run can use. The error names
-                the reason.
+            TokenizerError: the content is no tokenizer, or no run can use it. The error names the
+                reason.
         """
         values = _parsed(content)
         added = _added_tokens(values)
@@ -115,7 +115,7 @@ def open_tokenizer(folder: Path) -> FileTokenizer:
     """The tokenizer in a folder: its tokenizer.json, and `eos_token` of tokenizer_config.json.
 
     Raises:
-        TokenizerError: there is no tokenizer, or none that a run can use.
+        TokenizerError: there is no tokenizer, or no run can use it.
     """
     folder = folder.expanduser()
     path = folder if folder.name == FILE else folder / FILE
@@ -222,7 +222,7 @@ MIN_VOCABULARY = 257
 
 
 def train_tokenizer(documents: Iterable[bytes], vocab_size: int) -> FileTokenizer:
-    """Trains a tokenizer with a limit of ids. It has fewer if the text has no more pairs.
+    """Trains a tokenizer with at most `vocab_size` ids: fewer if the text has no more pairs.
 
     Equal documents in equal order give an equal file. Memory grows with the number of different
     words.

@@ -5,17 +5,18 @@ b2       256 of 2 bits        2 code - 3     0.498 root mean square
 b1       256 of 1 bit         2 code - 1     mean magnitude
 
 Scales are rounded to bf16. They are +0 or from 2^-96 to 2^40. If a scale is +0, the block is 0 and
-its codes have no meaning. An encoder replaces a smaller scale by +0 and a larger one by 2^40.
+its codes have no meaning. An encoder replaces a scale below 2^-96 by +0 and a scale above 2^40 by
+2^40.
 
 Largest distance of an element y from its code's value, with the sent scale s:
 
 b2       s if |y| <= 4 s, else |y| - 3 s
 b1       max(s, |y| - s)
 
-On Gaussian blocks the squared error is 0.118 and 0.362 of the square of y. With b1, the error of a
-whole block is never longer than the block. With b2, it may be 1.04 times as long, if only one of
-256 elements is not zero. The remainder is then coded better. 0.498 is the best of four equal steps
-for a Gaussian (J. Max, "Quantizing for minimum distortion", 1960).
+On Gaussian blocks the squared error is 0.118 and 0.362 of the square of y. With b1, the norm of a
+block's error never exceeds the norm of the block. With b2, it may be 1.04 times the norm, if only
+one of 256 elements is not zero. The remainder is then coded better. 0.498 is the best of four equal
+steps for a Gaussian (J. Max, "Quantizing for minimum distortion", 1960).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def moved(before: Tensor, by: Tensor, codec: Codec) -> Tensor:
     Args:
         before: agreed values v, fp32 or bf16 [n].
         by: decoded elements p of a delta, fp32 [n]. Overwritten.
-        codec: of the unit.
+        codec: codec of the unit.
 
     Returns:
         [n] of the codec's type. `codecs.check_chunk` must still check their range.
@@ -101,7 +102,7 @@ def decode_blocks(scales: Tensor, codes: Tensor, num_elements: int, coding: Codi
         scales: bf16 [n].
         codes: uint8 [n, c].
         num_elements: from 256 (n - 1) + 1 to 256 n. The rest of the last block has no meaning.
-        coding: of blocks.
+        coding: a coding that has blocks.
 
     Raises:
         BadBlob: reason `scale` (negative, not finite or out of range).
@@ -113,7 +114,7 @@ def decode_blocks(scales: Tensor, codes: Tensor, num_elements: int, coding: Codi
 
 
 def _are_scales(scales: Tensor) -> bool:
-    """Compared by their bits as integers, because processors differ in subnormal numbers."""
+    """Compares bits as integers, because processors differ in subnormal numbers."""
     bits = scales.view(torch.int16)
     lowest, highest = (127 - 96) << 7, (127 + 40) << 7
     return bool(((bits == 0) | ((bits >= lowest) & (bits <= highest))).all())
@@ -159,7 +160,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 def _encode_b2(values: Tensor) -> tuple[Tensor, Tensor]:
     raw = torch.linalg.vector_norm(values, dim=1) * (0.498 / BLOCK**0.5)
-    extreme = ~((raw > 2.0**-50) & (raw < 2.0**50))  # its squares may not fit fp32
+    extreme = ~((raw > 2.0**-50) & (raw < 2.0**50))  # squares may not fit fp32
     if extreme.any():
         norms = torch.linalg.vector_norm(values[extreme].double(), dim=1)
         raw[extreme] = (norms * (0.498 / BLOCK**0.5)).float()

@@ -32,14 +32,14 @@ from swarm.experts import Slice, UnitLayout
 
 GROUP_ELEMENTS = BLOCK * GROUP
 RUN_ELEMENTS = 4 * GROUP_ELEMENTS
-"""Elements of one operation: so many that several threads seldom wait for the interpreter."""
+"""Elements of one operation: enough that several threads seldom wait for the interpreter."""
 
 ReadElements = Callable[[int, int], Tensor]
 """A unit's elements from start to stop, counted across its slices: flat, any floating dtype."""
 
 
 class Parts(Protocol):
-    """Live values, by runs of elements within one tensor. An engine is one."""
+    """Live values, by runs of elements within one tensor. Engines implement it."""
 
     def read_part(self, part: Slice) -> Tensor:
         """A flat fp32 copy of the run."""
@@ -53,8 +53,8 @@ class Delta:
     """A delta in other storage.
 
     Attributes:
-        num_bytes: its size, which may be wrong.
-        read: returns its bytes.
+        num_bytes: size of the delta, which may be wrong.
+        read: returns bytes of the delta.
     """
 
     num_bytes: int
@@ -62,7 +62,7 @@ class Delta:
 
 
 def in_order(content: Content) -> Delta:
-    """A delta that can be read once, from beginning to end, as all functions here do."""
+    """A delta that can be read only once, from beginning to end, as all functions here do."""
     pieces, held = iter(content), memoryview(b"")
 
     def read(_: int, length: int) -> Buffer:
@@ -79,14 +79,14 @@ def in_order(content: Content) -> Delta:
 
 
 def encode_delta(layout: UnitLayout, values: ReadElements) -> Content:
-    """The delta nearest to these differences; for its error see `swarm.deltas.blocks`.
+    """The delta nearest to these differences.
 
-    bf16 is off by at most 2^-8 of an element, or 2^-100.
+    For its error see `swarm.deltas.blocks`. bf16 is off by at most 2^-8 of an element, or 2^-100.
 
     Args:
-        layout: of the unit, with another coding than "none".
-        values: the wanted change of the agreed value. It does not change. `elements_of` makes it
-            from a reader of slices.
+        layout: layout of the unit, with another coding than "none".
+        values: reads the wanted change of the agreed value, and is not overwritten. `elements_of`
+            makes it from a reader of slices.
 
     Raises:
         BadBlob: raised during reading, with the reason `non_finite`, if a difference is not a
@@ -101,7 +101,7 @@ def encode_delta(layout: UnitLayout, values: ReadElements) -> Content:
 
 
 def encode_run(values: Tensor, coding: Coding) -> Buffer:
-    """The bytes of some groups of a delta, as `encode_delta`. The values do not change."""
+    """The bytes of some groups of a delta, like `encode_delta`. `values` is not overwritten."""
     values = values.detach().to("cpu", torch.float32)
     if coding == "bf16":
         if not all(math.isfinite(bound.item()) for bound in torch.aminmax(values)):
@@ -121,10 +121,10 @@ def encode_run(values: Tensor, coding: Coding) -> Buffer:
 
 
 def decode_delta(layout: UnitLayout, delta: Delta) -> ReadElements:
-    """A reader of the elements p of a delta: fp32, whole groups at a time, for overwriting.
+    """A reader of a delta's elements p: fp32, whole groups at a time. Callers may overwrite them.
 
     Raises:
-        BadBlob: with the reason `size` here, and during reading as `decode_run`.
+        BadBlob: with the reason `size` at once, and during reading as `decode_run`.
     """
     expected = coded_bytes(layout)
     if delta.num_bytes != expected:
@@ -139,7 +139,7 @@ def decode_delta(layout: UnitLayout, delta: Delta) -> ReadElements:
 
 
 def decode_run(raw: Buffer, num_elements: int, coding: Coding) -> Tensor:
-    """The elements p in the bytes of some groups: fp32 [num_elements], for overwriting.
+    """The elements p in the bytes of some groups: fp32 [num_elements]. Callers may overwrite them.
 
     Raises:
         BadBlob: as `decode_blocks`, and with bf16 `not_canonical` (-0, smaller than 2^-100, above
@@ -192,7 +192,7 @@ def apply_delta(
     """The value v' = v + dec(delta) of a unit, with v in `base`: the same bits on every processor.
 
     Raises:
-        BadBlob: here and during reading, as `decode_delta` and `check_delta`, and as
+        BadBlob: at once and during reading, as `decode_delta` and `check_delta`, and as
             `codecs.check_finite` of the result.
     """
     before, by = agreed_elements(layout, base), decode_delta(layout, delta)
@@ -208,7 +208,7 @@ def apply_delta(
 
 
 def moved_run(layout: UnitLayout, start: int, before: Tensor, by: Tensor) -> Tensor:
-    """One run of a moved value, as `apply_delta`, from element `start` on. Overwrites `by`."""
+    """One run of a moved value from element `start` on, like `apply_delta`. Overwrites `by`."""
     after = moved(before, by, layout.codec)
     check_chunk(layout, start, after)
     return after
@@ -228,11 +228,11 @@ def check_delta(
     judge alike.
 
     Args:
-        layout: of the unit.
+        layout: layout of the unit.
         delta: the delta to check.
-        base: of the moved value. None: the size of the move is not checked.
-        absolute: limit of the move of an element, plus
-        relative: this share of the base's magnitude.
+        base: reads the moved value. None: the size of the move is not checked.
+        absolute: constant part of the limit of an element's move.
+        relative: part of this limit in proportion to the base's magnitude.
 
     Raises:
         BadBlob: as `decode_delta`, or `implausible_update` with the largest move.
@@ -272,7 +272,7 @@ def runs(layout: UnitLayout) -> Iterator[tuple[int, int]]:
 
 
 def _parts(layout: UnitLayout, start: int, stop: int) -> Iterator[tuple[Slice, int]]:
-    """The runs that contain the elements from start to stop, and the offset in each."""
+    """The runs that contain the elements from start to stop, and the offset in each run."""
     begin = 0
     for piece in layout.slices:
         end = begin + piece.stop - piece.start
@@ -286,13 +286,13 @@ def _parts(layout: UnitLayout, start: int, stop: int) -> Iterator[tuple[Slice, i
 
 
 def overwrite(live: Parts, layout: UnitLayout, value: Read) -> None:
-    """Gives a live value the bits of another one, chunk by chunk."""
+    """Gives a live value the bits of another value, chunk by chunk."""
     for part, values in read_parts(layout, value):
         live.write_part(part, values)
 
 
 def difference(live: Parts, layout: UnitLayout, base: Read) -> Content:
-    """The delta x - v of a live value x: its progress that the swarm does not have yet.
+    """The difference x - v of a live value x: the progress that the swarm does not have yet.
 
     Policy: carried steps.
     """
@@ -303,17 +303,17 @@ def difference(live: Parts, layout: UnitLayout, base: Read) -> Content:
 def follow(
     live: Parts, layout: UnitLayout, before: Read, after: Read, counted: Delta | None = None
 ) -> None:
-    """Moves a live value x as the agreed one moved: to x + (v' - v) - c (carried steps).
+    """Moves a live value x as the agreed value moved: to x + (v' - v) - c (carried steps).
 
     Computed in fp32, with each operation rounded separately. Moments do not change. Memory holds
     some copies of a run.
 
     Args:
         live: holds x.
-        layout: of the unit.
-        before: of v.
-        after: of v'.
-        counted: c, this peer's own part of the move. None if it has none.
+        layout: layout of the unit.
+        before: reads v.
+        after: reads v'.
+        counted: c, this peer's own part of the move. None if the peer has no part.
     """
     old, new = agreed_elements(layout, before), agreed_elements(layout, after)
     own = decode_delta(layout, counted) if counted else None
@@ -329,14 +329,14 @@ def follow(
 def rebase(live: Parts, layout: UnitLayout, before: Read, after: Read) -> None:
     """Moves a live value x from one agreed value to another: to v' + (x - v) (merge rebase).
 
-    Elements without a difference get the agreed bits, including those of a negative zero. It works
-    on a few MiB at a time: 24 bytes for each of `codecs.CHUNK_ELEMENTS` at the peak.
+    Elements without a difference get the agreed bits, even those of a negative zero. Peak memory:
+    24 bytes for each of `codecs.CHUNK_ELEMENTS` elements.
 
     Args:
         live: holds x.
-        layout: of the unit.
-        before: of v.
-        after: of v'.
+        layout: layout of the unit.
+        before: reads v.
+        after: reads v'.
     """
     for part, agreed in read_parts(layout, after):
         own = live.read_part(part) - read_part(layout, part, before).float()
@@ -351,8 +351,8 @@ class Reduced:
     Attributes:
         delta: B, the bytes of the delta nearest to t, the mean with the remainder.
         value: the bytes of v' = v + dec(B).
-        left: g = t - (v' - v), fp32, the part of t that the move lacks. It is taken against the
-            value, not the delta alone, so it includes the rounding to the agreed type.
+        left: g = t - (v' - v), fp32, the part of t that the move lacks. Computed from the value,
+            not from the delta alone, so it includes the rounding to the agreed type.
     """
 
     delta: Buffer
@@ -367,14 +367,14 @@ def reduced(
     remainder: Read | None = None,
     weights: Sequence[int] | None = None,
 ) -> Iterator[Reduced]:
-    """The mean of deltas, run by run. For one delta without remainder, B is this delta.
+    """The mean of deltas, run by run. For a single delta without remainder, B is this delta.
 
     Args:
-        layout: of the unit.
-        base: of v.
-        deltas: of the contributors, in this order.
+        layout: layout of the unit.
+        base: reads v.
+        deltas: deltas of the contributors, in this order.
         remainder: g of the previous mean. None: no remainder.
-        weights: as `codecs.mean_chunk`.
+        weights: see `codecs.mean_chunk`.
 
     Raises:
         BadBlob: as `decode_delta`, and `codecs.check_finite` of the value.

@@ -1,8 +1,9 @@
-"""How a drill controls a peer process: files in a folder that both know.
+"""How a drill controls a peer process: through files in a folder that drill and peer know.
 
-A *trap* stops the first peer that comes to its phase in its role. That peer renames the trap's
-file, so that one trap catches one peer, and then stops itself. The drill decides what happens next,
-at exactly that place. `Controls` are settings that a running peer looks up now and then.
+A *trap* stops the first peer that comes to the trap's phase in the trap's role. This peer renames
+the trap's file, so that a trap catches only one peer, and then stops itself. The drill then decides
+what happens to the peer at exactly this place. `Controls` are settings that a running peer looks up
+regularly.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from pathlib import Path
 from typing import Any
 
 FOLDER_VARIABLE = "SWARM_EMULATION_FOLDER"
-"""In a peer's environment: the drill's folder."""
+"""Environment variable of a peer: the drill's folder."""
 INDEX_VARIABLE = "SWARM_EMULATION_PEER"
-"""In a peer's environment: its number in the swarm."""
+"""Environment variable of a peer: its number in the swarm."""
 
 
 @dataclass(frozen=True)
 class Trap:
-    """Where a peer is to be caught.
+    """The place where a peer is to be caught.
 
     Attributes:
-        name: of the file; traps are tried in the order of their names.
+        name: name of the file. Traps are tried in the order of their names.
         phase: see `fault_plan.FaultPhase`.
         round: first round in which the trap catches a peer.
-        peer: number of the peer; None for any.
-        role: of the peer when it comes to the phase; None for any.
+        peer: number of the peer. None for any peer.
+        role: role of the peer when it comes to the phase. None for any role.
     """
 
     name: str
@@ -64,9 +65,9 @@ class Controls:
     """Settings of a running peer.
 
     Attributes:
-        step_s: a local step takes at least so long: compute as a timed wait.
-        slow: a local step takes so many times longer.
-        skew_s: the wall clock is ahead by so much.
+        step_s: least seconds of a local step, filled with a wait in place of computation.
+        slow: factor by which a local step takes longer.
+        skew_s: seconds by which the wall clock is ahead.
     """
 
     step_s: float = 0.0
@@ -76,7 +77,7 @@ class Controls:
 
 @dataclass(frozen=True)
 class ControlFolder:
-    """The folder through which a drill and its peers speak."""
+    """The folder through which a drill and its peers communicate."""
 
     path: Path
 
@@ -90,17 +91,17 @@ class ControlFolder:
         _write(self.path / "armed" / trap.name, asdict(trap))
 
     def disarm(self, name: str) -> None:
-        """Takes away a trap that caught no peer."""
+        """Removes a trap that caught no peer."""
         (self.path / "armed" / name).unlink(missing_ok=True)
 
     def armed(self) -> list[Trap]:
-        """The traps that wait, by name."""
+        """The traps that have caught no peer, by name."""
         names = sorted(path.name for path in (self.path / "armed").iterdir())
         found = (_read(self.path / "armed" / name) for name in names if "." not in name)
         return [Trap(**values) for values in found if values]
 
     def take(self, trap: Trap, caught: Caught) -> bool:
-        """Notes that a peer stands in a trap; False when another was faster."""
+        """Notes that a peer stands in a trap. False if another peer was faster."""
         taken = self.path / "armed" / f"{trap.name}.taken"
         try:
             os.rename(self.path / "armed" / trap.name, taken)
@@ -111,12 +112,12 @@ class ControlFolder:
         return True
 
     def caught(self, name: str) -> Caught | None:
-        """The peer that stands in a trap, or stood there."""
+        """The peer that stands or stood in a trap."""
         values = _read(self.path / "caught" / name)
         return Caught(**values) if values else None
 
     def forget(self, name: str) -> None:
-        """The peer in a trap died there: the trap may be set again."""
+        """Forgets a peer that died in a trap, so that the trap may be set again."""
         (self.path / "caught" / name).unlink(missing_ok=True)
 
     def controls(self, peer: int) -> Controls:
@@ -125,7 +126,7 @@ class ControlFolder:
         return Controls(**values) if values else Controls()
 
     def tell_all(self, controls: Controls) -> None:
-        """Gives settings to all peers that have none of their own."""
+        """Gives settings to all peers without settings of their own."""
         _write(self.path / "controls" / "all", asdict(controls))
 
     def tell(self, peer: int, **changed: float) -> None:

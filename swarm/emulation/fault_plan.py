@@ -1,15 +1,10 @@
-"""What goes wrong in a local swarm, and when: a plan in TOML, read into frozen faults.
+"""What goes wrong in a local swarm, and when: reads a plan in TOML into frozen faults.
 
-```toml
-seed = 7                # of everything random below
-max_down = 1            # random faults wait while so many peers are away; default: a minority
-step_s = 0.5            # a local step takes at least so long: compute as a timed wait
+```toml seed = 7 # of everything random below max_down = 1 # random faults wait while this many
+peers are away; default: a minority step_s = 0.5 # least seconds of a local step, filled with a wait
 
-[[fault]]
-kind = "kill"           # kill -9; with `for_s` the peer is started again after so long
-peer = "convener"       # a number, a role, or "random"
-at = { round = 5, phase = "propose" }
-for_s = 5.0
+[[fault]] kind = "kill" # kill -9; with `for_s` the peer starts again after that time peer =
+"convener" # a number, a role, or "random" at = { round = 5, phase = "propose" } for_s = 5.0
 
 [[fault]]
 kind = "pause"
@@ -47,11 +42,11 @@ FaultPhase = Literal[
     "merge",
     "leave",
 ]
-"""Where in a round a peer is; `peers/emulated.py` says at which place of the program."""
+"""Where in a round a peer is. `peers/emulated.py` maps phases to places in the program."""
 Role = Literal["convener", "reducer", "contributor", "owner", "joiner", "bootstrap"]
-"""The role of a peer at that moment; `bootstrap` is the peer that founded the run."""
+"""The role of a peer at the moment of a fault. `bootstrap` is the peer that founded the run."""
 Victim = section.NonNegative | Role | Literal["random", "any"]
-"""A number, the peer that has a role, one at random, or the first peer that comes to the phase."""
+"""A peer's number, its role, a random peer, or the first peer that comes to the phase."""
 Seconds = section.PositiveReal | tuple[section.PositiveReal, section.PositiveReal]
 """A duration, or two bounds between which a duration is drawn."""
 
@@ -64,14 +59,14 @@ class At(section.Section):
     round: section.Positive | None = None
     """The round, counted from 1."""
     phase: FaultPhase | None = None
-    """Phase of that round, or of the first later one that has it. Without it the fault comes as
-    soon as the round begins."""
+    """Phase of this round, or of the first later round that has the phase. Without a phase, the
+    fault comes as soon as the round begins."""
     after_s: Annotated[float, Field(ge=0)] | None = None
     """Seconds after all peers have started."""
     every_s: section.PositiveReal | None = None
-    """Mean interval; the intervals are drawn from an exponential distribution."""
+    """Mean interval. The intervals are drawn from an exponential distribution."""
     times: section.Positive | None = None
-    """How often at most; with `every_s` only."""
+    """Most repetitions. Only with `every_s`."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -103,7 +98,7 @@ class Kill(_OfOnePeer):
 
     kind: Literal["kill"]
     for_s: Seconds | None = None
-    """Started again on its state after so long; without it the peer stays dead."""
+    """Seconds until a restart on its state. Without it the peer stays dead."""
 
 
 class Restart(_OfOnePeer):
@@ -140,7 +135,7 @@ class Leave(_OfOnePeer):
 
     kind: Literal["leave"]
     for_s: Seconds | None = None
-    """Started again so long after it was asked to leave, if it has ended by then."""
+    """Seconds from the request to leave until a restart, if the peer has ended by then."""
 
 
 class Join(section.Section):
@@ -151,20 +146,20 @@ class Join(section.Section):
 
 
 class Cut(section.Section):
-    """The link between two peers, or between one and all others, is dead; needs `--link`."""
+    """Cuts the link between two peers, or between one peer and all others. Needs `--link`."""
 
     at: At
     kind: Literal["cut"]
     peer: Victim
     to: section.NonNegative | Literal["random"] | None = None
-    """Number of the other peer. Without it the cut is from all others."""
+    """Number of the other peer. Without it the peer is cut off from all others."""
     one_way: bool = False
-    """Only what `peer` sends is lost."""
+    """Whether only what `peer` sends is lost."""
     for_s: Seconds | None = None
 
 
 class Partition(section.Section):
-    """Only peers of the same group reach each other; needs `--link`."""
+    """Only peers of the same group reach each other. Needs `--link`."""
 
     at: At
     kind: Literal["partition"]
@@ -197,11 +192,12 @@ class FaultPlan(section.Section):
     seed: section.NonNegative = 0
     """Decides all that is drawn at random."""
     max_down: section.Positive | None = None
-    """Random faults wait while so many peers are away or not back; default: a minority."""
+    """Random faults wait while this number of peers is away or not back. Default: a minority."""
     in_order: bool = False
-    """Faults of rounds come in the plan's order, each when fewer than `max_down` are away."""
+    """Whether faults of rounds come in the plan's order, each when fewer than `max_down` are
+    away."""
     step_s: Annotated[float, Field(ge=0)] = 0.0
-    """A local step takes at least so long: compute as a timed wait, so that many peers fit."""
+    """Least seconds of a local step, filled with a wait, so that many peers fit one machine."""
     fault: tuple[Annotated[Fault, Field(discriminator="kind")], ...] = ()
 
     @property
@@ -218,10 +214,10 @@ def parse_plan(text: str, *, source: str) -> FaultPlan:
 
     Args:
         text: TOML, as at the top of this file.
-        source: what errors call the text, usually its path.
+        source: name of the text in errors, usually its path.
 
     Raises:
-        ConfigError: names source, key, value and what is allowed.
+        ConfigError: a value is wrong. The error names source, key, value and what is allowed.
     """
     try:
         values = tomllib.loads(text)
@@ -236,7 +232,7 @@ def parse_plan(text: str, *, source: str) -> FaultPlan:
 
 def _explain(error: ValidationError) -> str:
     problem = section.first_problem(error)
-    # The tag of the chosen kind is part of the location, but no key that people wrote.
+    # The tag of the chosen kind is part of the location, but people did not write it as a key.
     is_kind = len(problem["loc"]) > 2 and problem["loc"][0] == "fault"
     kind = KINDS.get(str(problem["loc"][2])) if is_kind else None
     where = (*problem["loc"][:2], *problem["loc"][3:]) if is_kind else problem["loc"]
@@ -264,7 +260,7 @@ def drawn_s(span: Seconds, draw: random.Random) -> float:
 
 
 def moments(at: At, draw: random.Random, until_s: float) -> list[float]:
-    """Seconds from the start to `until_s` at which a timed fault is due; none for a round's."""
+    """Seconds, up to `until_s`, at which a timed fault is due. None for a fault of a round."""
     if at.after_s is not None:
         return [at.after_s] if at.after_s <= until_s else []
     if at.every_s is None:

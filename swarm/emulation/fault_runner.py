@@ -19,22 +19,23 @@ from swarm.emulation.local_swarm import LocalSwarm, applied
 from swarm.errors import ConfigError, SwarmError
 
 RETRY_S = 1.0
-"""Interval of retries of a restart (its peer still leaves) or a fault (too many peers are away)."""
+"""Seconds between retries of a restart (its peer is leaving) or fault (too many are away)."""
 OLD_ADDRESS_SHARE = 0.25
 """Share of the restarts that get the founder's address, even if the founder is dead."""
 
 
 @dataclass
 class FaultActions:
-    """Carries faults out, and takes them back when their time is over.
+    """Carries out faults, and undoes them when their time is over.
 
     Attributes:
-        swarm: whose peers the faults meet.
-        folder: carries commands to the peers.
-        draw: draws durations, second peers of cuts, and addresses.
+        swarm: swarm whose peers the faults hit.
+        folder: folder that carries commands to the peers.
+        draw: generator of durations, second peers of cuts, and addresses.
         happened: faults carried out so far.
-        away: peer that is away -> when it was brought back, seconds since 1970; None before.
-        gone: peers that left, were asked to, or are dead for good.
+        away: for each peer that is away, when it was brought back (seconds since 1970), or None
+            before that.
+        gone: peers that left, were asked to leave, or are dead for good.
     """
 
     swarm: LocalSwarm
@@ -44,24 +45,24 @@ class FaultActions:
     away: dict[int, float | None] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     _due: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
-    """Heap of (monotonic time, order, what to do)."""
+    """Heap of (monotonic time, order, action)."""
     _order: itertools.count[int] = field(default_factory=itertools.count)
 
     # ------------------------------------------------ time
 
     def at(self, at_s: float, action: Callable[[], None]) -> None:
-        """Does something at a moment of the monotonic clock."""
+        """Calls an action at a moment of the monotonic clock."""
         heapq.heappush(self._due, (at_s, next(self._order), action))
 
     def do_what_is_due(self) -> None:
-        """Call it several times a second."""
+        """Calls all actions that are due. Call it several times a second."""
         while self._due and self._due[0][0] <= time.monotonic():
             heapq.heappop(self._due)[2]()
 
     def _later(
         self, span: fault_plan.Seconds | None, position: int, undo: Callable[[], None]
     ) -> None:
-        """Takes a fault back after its time, if it has one."""
+        """Undoes a fault after its time, if it has a time."""
         if span is None:
             return
 
@@ -84,7 +85,7 @@ class FaultActions:
         self.away[peer.index] = None
 
         def return_it() -> None:
-            # Without an entry the peer has left for good meanwhile.
+            # A peer without an entry has left for good meanwhile.
             if peer.index in self.away:
                 self.away[peer.index] = time.time()
             undo()
@@ -94,11 +95,11 @@ class FaultActions:
     # ------------------------------------------------ faults
 
     def carry_out(self, fault: fault_plan.Fault, peer: LocalPeer | None) -> Happened:
-        """Carries a fault out; returns its note.
+        """Carries out a fault. Returns the note about it.
 
         Args:
-            fault: of a plan.
-            peer: whom the fault meets; None for kinds that meet no single peer.
+            fault: a fault of a plan.
+            peer: the peer that the fault hits. None for kinds that hit no single peer.
         """
         wanted = getattr(fault, "peer", None)
         noted = Happened(
@@ -157,7 +158,7 @@ class FaultActions:
         peer.send(signal.SIGINT)
 
         def return_it() -> None:
-            if peer.index not in self.gone:  # it was killed on its way out, and started again
+            if peer.index not in self.gone:  # it was killed while it left, and started again
                 return
             if peer.alive:
                 self.at(time.monotonic() + RETRY_S, return_it)
@@ -205,7 +206,7 @@ class FaultActions:
         self.swarm.restart(peer, ["--initial-peers", self._address()])
 
     def _address(self) -> str:
-        """A living peer's address or, now and then, the founder's, even if the founder is dead."""
+        """A living peer's address or, sometimes, the founder's, even if the founder is dead."""
         there = [p for p in self.swarm.peers if p.alive and p.index not in self.gone]
         known = [p.last_address for p in there if p.last_address]
         first = self.swarm.peers[0].last_address
@@ -224,14 +225,14 @@ LONGEST_S = 30 * 86400.0
 
 @dataclass(frozen=True)
 class Bounds:
-    """What counts as a hang, in seconds."""
+    """Limits beyond which a wait counts as a hang, in seconds."""
 
     manifest_s: float = 180.0
     """Longest wait for the next manifest, after any fault."""
     return_s: float = 300.0
     """Longest wait until a peer that is back contributes."""
     trap_s: float = 300.0
-    """Longest wait until a peer comes to the place where a fault is to meet it."""
+    """Longest wait until a peer comes to the place where a fault is to hit it."""
 
 
 @dataclass
@@ -239,11 +240,11 @@ class FaultRunner:
     """Carries out a plan at its times; see `poll`.
 
     Attributes:
-        swarm: its peers run `PROGRAM`; not yet started.
-        plan: what goes wrong.
-        say: called with each thing that happens.
-        bounds: what counts as a hang.
-        hangs: what took too long.
+        swarm: a swarm that has not started. Its peers run `PROGRAM`.
+        plan: the faults.
+        say: called with a text about each fault.
+        bounds: limits beyond which a wait counts as a hang.
+        hangs: texts about waits that took too long.
         ended: peers that ended on their own.
     """
 
@@ -256,7 +257,7 @@ class FaultRunner:
     _by_round: list[int] = field(default_factory=list)
     """Numbers of the faults that wait for a round, in the plan's order."""
     _trapped: dict[str, tuple[fault_plan.Fault, float]] = field(default_factory=dict)
-    """Name of a trap that waits -> its fault, and since when."""
+    """For each trap that waits, by name: its fault, and since when it waits."""
     _seen: tuple[int, float] = (-1, 0.0)
     """Greatest height anywhere, and when it was first seen."""
     _is_stopped: bool = False
@@ -265,7 +266,8 @@ class FaultRunner:
         """Checks plan and swarm against each other.
 
         Raises:
-            ConfigError: the plan names a peer that does not exist, or needs links that can be cut.
+            ConfigError: the plan names a peer that does not exist, or the swarm has no links to
+                cut.
         """
         self.folder = ControlFolder(self.swarm.folder / "emulation")
         self.draw = random.Random(self.plan.seed)
@@ -281,7 +283,7 @@ class FaultRunner:
         if self.plan.needs_links and self.swarm.links is None:
             raise ConfigError("the plan cuts links, which needs --link", hint="as --link lan")
 
-    # ------------------------------------------------ what a program calls
+    # ------------------------------------------------ calls of a program
 
     @property
     def happened(self) -> list[Happened]:
@@ -289,7 +291,7 @@ class FaultRunner:
         return self.actions.happened
 
     def prepare(self) -> None:
-        """Makes the swarm's peers obey a drill; call it before the swarm starts."""
+        """Makes the swarm's peers obey a drill. Call it before the swarm starts."""
         self._seen = (-1, time.monotonic())
         self.folder.create()
         self.folder.tell_all(Controls(step_s=self.plan.step_s))
@@ -298,18 +300,19 @@ class FaultRunner:
         self.swarm.environment = {**self.swarm.environment, **variable}
 
     def begin(self, run_s: float = LONGEST_S) -> None:
-        """Starts the plan's clock after the swarm's start; no timed fault comes after `run_s`."""
+        """Starts the plan's clock after the swarm's start. No timed fault comes after `run_s`."""
         now_s = time.monotonic()
         for number, fault in enumerate(self.plan.fault):
             if fault.at.round is not None:
                 self._by_round.append(number)
-            # Each fault has a generator of its own, so one more fault in a plan moves no other.
+            # Each fault has its own generator, so that a further fault in a plan moves no other
+            # fault.
             draw = random.Random(f"{self.plan.seed}/{number}")
             for after_s in fault_plan.moments(fault.at, draw, run_s):
                 self.actions.at(now_s + after_s, partial(self._meet, fault))
 
     def poll(self, _: LocalSwarm | None = None) -> None:
-        """Does what is due; call it several times a second."""
+        """Carries out what is due. Call it several times a second."""
         self._note_returns()
         for name, (fault, _since_s) in list(self._trapped.items()):
             self._look_into(name, fault)
@@ -317,7 +320,7 @@ class FaultRunner:
         self.actions.do_what_is_due()
 
     def run(self, done: Callable[[], bool], limit_s: float) -> bool:
-        """Polls until a condition holds; False after a hang or when a peer ended on its own."""
+        """Polls until a condition holds. False after a hang, or when a peer ended on its own."""
         end_s = time.monotonic() + limit_s
         while not done():
             self.poll()
@@ -331,27 +334,27 @@ class FaultRunner:
         return True
 
     def stop_faults(self) -> None:
-        """No new faults begin; those under way are still taken back in time."""
+        """Begins no new faults. Faults under way are still undone in time."""
         for name in self._trapped:
             self.folder.disarm(name)
         self._trapped, self._by_round, self._is_stopped = {}, [], True
 
     def all_back(self) -> bool:
-        """Whether all peers that are to come back contribute again."""
+        """Whether all peers that have to come back contribute again."""
         return not self.actions.away
 
     def all_done(self) -> bool:
         """Whether all faults of rounds have happened and all peers are back."""
         return not self._by_round and not self._trapped and self.all_back()
 
-    # ------------------------------------------------ when
+    # ------------------------------------------------ times of faults
 
     @property
     def _most_down(self) -> int:
         return self.plan.max_down or max((self.swarm.num_peers - 1) // 2, 1)
 
     def _begin_rounds(self) -> None:
-        """Begins faults of rounds that have begun: now, or once a peer comes to their phase."""
+        """Begins faults of rounds that have begun: now, or when a peer comes to a fault's phase."""
         began = self._round() + 1
         for number in list(self._by_round):
             fault = self.plan.fault[number]
@@ -360,7 +363,8 @@ class FaultRunner:
             if self.plan.in_order and (is_away or busy >= self._most_down):
                 return
             if fault.at.phase:
-                # The trap is set at once: peers know better than this runner when a round begins.
+                # The trap is set early, because peers know better than this runner when a round
+                # begins.
                 self._by_round.remove(number)
                 self._arm(number, fault)
             elif (fault.at.round or 0) <= began:
@@ -378,7 +382,7 @@ class FaultRunner:
         caught = self.folder.caught(name)
         if caught is None:
             return
-        if not self.swarm.peers[caught.peer].alive:  # another fault killed it while it stood there
+        if not self.swarm.peers[caught.peer].alive:  # another fault killed it in the trap
             self.folder.forget(name)
             self.folder.arm(_trap_of(name, fault, self.draw, self.swarm.num_peers))
             return
@@ -391,7 +395,7 @@ class FaultRunner:
             peer.resume()
 
     def _meet(self, fault: fault_plan.Fault) -> None:
-        """A fault without a trap is due. A random fault waits while too many are away."""
+        """Carries out a due fault without a trap. A random fault waits while too many are away."""
         wanted = getattr(fault, "peer", None)
         if self._is_stopped:
             return
@@ -411,7 +415,7 @@ class FaultRunner:
         where = " ".join(word for word in (noted.role, noted.phase) if word)
         self.say(f"{noted.kind} {names} {where}".rstrip())
 
-    # ------------------------------------------------ what is seen
+    # ------------------------------------------------ observations
 
     def _note_returns(self) -> None:
         for peer, back_s in list(self.actions.away.items()):
@@ -449,7 +453,7 @@ class FaultRunner:
 
 
 def _trap_of(name: str, fault: fault_plan.Fault, draw: random.Random, num_peers: int) -> Trap:
-    """The trap in which a fault is to meet its peer."""
+    """The trap in which a fault is to catch its peer."""
     assert fault.at.phase and fault.at.round
     wanted = getattr(fault, "peer", None)
     peer = wanted if isinstance(wanted, int) else None

@@ -1,4 +1,4 @@
-"""What faults cost, read from the histories that the peers of a swarm write; pure functions."""
+"""Computes the cost of faults from the histories that a swarm's peers write. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swarm.emulation.local_peer import Event
 from swarm.emulation.local_swarm import applied
 
 Histories = Sequence[Sequence[Event]]
-"""Events of each peer, by its number; none for a peer that was never in the run."""
+"""Events of each peer, by its number. None for a peer that was never in the run."""
 AWAY = ("kill", "pause", "cut", "partition")
 """Kinds of faults after which a peer has to come back."""
 
@@ -24,10 +24,11 @@ class Happened:
 
     Attributes:
         kind: see `fault_plan`.
-        peers: whom it met.
-        at_s: seconds since 1970.
-        until_s: when it was taken back, such as by starting the peer again; None if never.
-        role, phase: where a trap caught the peer; None without one.
+        peers: numbers of the peers that it hit.
+        at_s: time of the fault, seconds since 1970.
+        until_s: time when the fault was undone, for example by a restart of the peer. None if it
+            never was.
+        role, phase: where a trap caught the peer. None without a trap.
     """
 
     kind: str
@@ -43,10 +44,10 @@ class Round:
     """One training round of the chain.
 
     Attributes:
-        number: of the round.
+        number: number of the round.
         ended_s: seconds since 1970 at which the first peer applied it.
-        seconds: since the end of the previous round; a merge between the two is included.
-        tokens: that the round counted.
+        seconds: time since the end of the previous round, including a merge between the two.
+        tokens: tokens that the round counted.
         contributors: ids of the peers whose work is in the round.
     """
 
@@ -58,7 +59,7 @@ class Round:
 
 
 def rounds_of(histories: Histories) -> list[Round]:
-    """The training rounds that peers applied, without the first, which has no start."""
+    """The training rounds that peers applied, without the first round, whose start is unknown."""
     first: dict[int, Event] = {}
     for events in histories:
         for event in applied(events, "quorum"):
@@ -79,7 +80,7 @@ def rounds_of(histories: Histories) -> list[Round]:
 
 
 def ids_of(histories: Histories) -> dict[int, str]:
-    """Number of each peer that ever started -> its id."""
+    """Id of each peer that ever started, by its number."""
     found = {}
     for index, events in enumerate(histories):
         if started := next((e for e in events if e["event"] == "started"), None):
@@ -88,10 +89,10 @@ def ids_of(histories: Histories) -> dict[int, str]:
 
 
 def rounds_hit(fault: Happened, histories: Histories) -> list[Round]:
-    """Rounds from that of a fault to the first in which its peers take part again.
+    """Rounds from that of a fault to the first round in which all hit peers take part again.
 
-    If no peer comes back from the fault, or faults of its kind stop no peer, this is only the round
-    of the fault.
+    If no peer comes back from the fault, or faults of its kind stop no peer, only the round of the
+    fault.
     """
     after = [found for found in rounds_of(histories) if found.ended_s > fault.at_s]
     back_s = fault.until_s if fault.kind in AWAY else None
@@ -116,8 +117,8 @@ def fault_reports(
 ) -> list[dict[str, Any]]:
     """Each fault and its cost, for a verdict.
 
-    `seconds_lost` is how much longer the rounds of `rounds_hit` were than the median of the quiet
-    ones. Where faults overlap, each is charged with the whole loss.
+    `seconds_lost` is how much longer the rounds of `rounds_hit` were than the median of quiet
+    rounds. Where faults overlap, each fault is charged with the whole loss.
 
     Times are counted from `started_s`, in seconds since 1970.
     """
@@ -148,8 +149,8 @@ def fault_reports(
 def rounds_without_owner(fault: Happened, histories: Histories) -> int:
     """Rounds after a fault in which no peer that was there owned some of its victims' experts.
 
-    A victim is there again once it applies a manifest before the next round ends. All others count
-    as there: a fault that meets an adopter is counted by itself.
+    A victim is there again once it applies a manifest before the next round ends. All other peers
+    count as there, because a fault that hits an adopter is counted by itself.
     """
     lost: set[int] = set()
     for peer in fault.peers:
@@ -171,7 +172,7 @@ def rounds_without_owner(fault: Happened, histories: Histories) -> int:
 
 
 def _of_round(events: Sequence[Event], found: Round) -> list[Event]:
-    """The round's manifest and perhaps its merge: a peer that comes back may find both at once."""
+    """A round's manifest and its merge, if any: a peer that comes back may find both at once."""
     return [event for event in applied(events) if event["round"] == found.number]
 
 
@@ -180,7 +181,7 @@ def living_s(
 ) -> float:
     """Seconds of a span in which a peer could have trained.
 
-    A peer lives from each `started` of its history to the next kill, or to its end. Pauses are left
+    A peer lives from each `started` in its history to the next kill, or to its end. Pauses are left
     out, and so is the time in which a process loads its libraries. A peer that is cut off, late, or
     without the newest model counts as living.
     """
@@ -203,12 +204,12 @@ def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Tokens in committed rounds against what the living peers could have trained.
+    """Tokens in committed rounds, and the tokens that the living peers could have trained.
 
     Attributes:
-        committed_tokens: in the rounds of the span.
+        committed_tokens: tokens in the rounds of the span.
         possible_tokens: `tokens_per_s` x the sum of `living_s` over the peers.
-        tokens_per_s: of one peer in an undisturbed round, including its waits for the others. It is
+        tokens_per_s: pace of one peer in an undisturbed round, including its waits for the others:
             the median of tokens / contributors / seconds over rounds before the span, or the pace
             of a peer that never waits if that is less.
     """
@@ -219,7 +220,7 @@ class Goodput:
 
     @property
     def share(self) -> float | None:
-        """Committed over possible tokens; None if no pace of a peer was seen."""
+        """Committed over possible tokens. None if no pace of a peer was seen."""
         return self.committed_tokens / self.possible_tokens if self.possible_tokens else None
 
 
@@ -229,14 +230,14 @@ def goodput(
     warm_up_rounds: int,
     most_tokens_per_s: float = inf,
 ) -> Goodput:
-    """The goodput of a swarm between its undisturbed first rounds and its last.
+    """The goodput of a swarm from its undisturbed first rounds to its last round.
 
     Args:
-        faults: all that happened.
-        histories: of all peers.
-        warm_up_rounds: so many rounds ended before the first fault; they set the pace.
-        most_tokens_per_s: of one peer that only takes local steps. Rounds that overlap with steps
-            can end closer together than the steps last, as after a late start.
+        faults: all faults that happened.
+        histories: histories of all peers.
+        warm_up_rounds: number of rounds that ended before the first fault. They set the pace.
+        most_tokens_per_s: pace of a peer that only takes local steps. Rounds that overlap with
+            steps can end at shorter intervals than the steps take, for example after a late start.
     """
     rounds = rounds_of(histories)
     calm, rest = rounds[:warm_up_rounds], rounds[warm_up_rounds:]
@@ -250,7 +251,7 @@ def goodput(
 
 
 def spread(values: Sequence[float]) -> Mapping[str, float]:
-    """Median, 90th percentile (nearest rank) and maximum; empty without values."""
+    """Median, 90th percentile (nearest rank) and maximum. Empty without values."""
     if not values:
         return {}
     ordered = sorted(values)

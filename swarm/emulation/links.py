@@ -1,7 +1,7 @@
 """Link conditions, and the faults of an emulated network. Computes when packets arrive.
 
-The link of a peer lies between it and the middle of the network, as an access line does. Two peers
-are connected by the line up of one, the line down of the other, and the delay of both.
+The link of a peer lies between the peer and the middle of the network, like an access line. Two
+peers are connected by the sender's line up, the receiver's line down, and the delay of both links.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 MOST_QUEUED_S = 0.25
-"""A line queues packets for so long before it drops more, as home routers do."""
+"""Seconds of packets that a line queues before it drops further packets, as home routers do."""
 
 
 @dataclass(frozen=True)
 class Bursts:
     """Losses in bursts: the chain of Gilbert and Elliott, as netem's `loss gemodel p r 1-h 1-k`.
 
-    Before each packet the line may change its state. The earlier state decides on the loss.
+    Before each packet the line may change its state. The state before the change decides whether
+    the packet is lost.
 
     Attributes:
-        p_pct: chance that a good line turns bad at a packet, percent.
-        r_pct: chance that a bad line turns good; bad stretches have 100 / r_pct packets on average.
+        p_pct: chance at each packet that a good line turns bad, percent.
+        r_pct: chance at each packet that a bad line turns good, percent. Bad stretches have 100 /
+            r_pct packets on average.
         lost_bad_pct: share of packets lost on a bad line, netem's 1-h.
         lost_good_pct: share of packets lost on a good line, netem's 1-k.
     """
@@ -49,7 +51,7 @@ class Link:
         up_mbit, down_mbit: rates in Mbit/s from and to the peer.
         rtt_ms: round-trip time between two peers that both have this link.
         loss_pct: packets lost at random each way between two such peers, percent.
-        bursts: packets lost in bursts, in place of `loss_pct`.
+        bursts: losses in bursts, in place of `loss_pct`.
     """
 
     up_mbit: float
@@ -70,7 +72,7 @@ def one_way_s(source: Link, target: Link) -> float:
 
 
 class Links(Protocol):
-    """An emulated network whose links can be cut; peers are named by their number."""
+    """An emulated network whose links can be cut. Peers are named by their number."""
 
     def place(self, peer: int) -> tuple[list[str], list[str]]:
         """The beginning of a peer's command, and the arguments that say where it listens."""
@@ -79,10 +81,10 @@ class Links(Protocol):
         """Loses everything from the first to the second of each pair."""
 
     def mend(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Ends cuts of these pairs; a partition stays."""
+        """Ends cuts of these pairs. A partition stays."""
 
     def partition(self, groups: Sequence[Sequence[int]]) -> None:
-        """Loses everything between different groups; a peer in no group reaches nobody."""
+        """Loses everything between different groups. A peer in no group reaches nobody."""
 
     def heal(self) -> None:
         """Ends all cuts and partitions."""
@@ -93,7 +95,7 @@ class Links(Protocol):
 
 @dataclass
 class Cuts:
-    """Which peers do not reach which others."""
+    """The pairs of peers that do not reach each other."""
 
     pairs: set[tuple[int, int]] = field(default_factory=set)
     group_of: dict[int, int] | None = None
@@ -109,7 +111,7 @@ class Cuts:
         return group is None or group != self.group_of.get(target)
 
     def partition(self, groups: Sequence[Sequence[int]]) -> None:
-        """From now on only peers of one group reach each other."""
+        """From now on, only peers of the same group reach each other."""
         self.group_of = {peer: i for i, group in enumerate(groups) for peer in group}
 
     def heal(self) -> None:
@@ -119,7 +121,7 @@ class Cuts:
 
 @dataclass
 class Line:
-    """One direction of a link: bytes leave one after another at its rate."""
+    """One direction of a link: bytes leave one after another at the link's rate."""
 
     mbit: float
     free_at_s: float = 0.0
@@ -129,7 +131,7 @@ class Line:
         return self.free_at_s - now_s > MOST_QUEUED_S
 
     def leaves_at(self, now_s: float, num_bytes: int) -> float | None:
-        """When the last byte of a packet is through; None if the queue is full."""
+        """When the last byte of a packet is through. None if the queue is full."""
         if self.is_full(now_s):
             return None
         self.free_at_s = max(now_s, self.free_at_s) + num_bytes * 8 / (self.mbit * 1e6)
@@ -140,7 +142,7 @@ class Losses:
     """Which packets of one peer are lost on their way."""
 
     def __init__(self, link: Link, draw: random.Random) -> None:
-        """Begins with a good line; `draw` gives all randomness."""
+        """Begins with a good line. `draw` gives all randomness."""
         self._link, self._draw = link, draw
         self._is_bad = False
 
@@ -169,26 +171,27 @@ class Access:
 
 
 class Shaper:
-    """Packets on their way between peers; knows nothing of sockets or clocks.
+    """Packets on their way between peers, without sockets or clocks.
 
-    A packet takes the receiver's line only when it has left the sender's: while it queues there,
-    the packets of others pass. Moments are seconds, and no call has an earlier one than the last.
+    A packet takes the receiver's line only when it has left the sender's line: while it queues at
+    the sender, other peers' packets pass. Moments are in seconds, and never earlier than in the
+    last call.
 
     Attributes:
         cuts: which peers do not reach which others.
-        packets: fate of packets -> how many.
+        packets: number of packets by their fate.
     """
 
     def __init__(self, link: Link | Sequence[Link], seed: int = 0) -> None:
-        """Starts without packets. Peers get the links in turn; `seed` is of losses."""
+        """Starts without packets. Peers get the links in turn. `seed` decides losses."""
         self._links = (link,) if isinstance(link, Link) else tuple(link)
         self.cuts = Cuts()
         self.packets: dict[str, int] = {}
         self._draw = random.Random(seed)
         self._accesses: dict[int, Access] = {}
         self._on_way: list[tuple[float, int, Access | None, int, bytes]] = []
-        """Heap: when a packet leaves a line, its number, whose line up (None: the receiver's,
-        and the delay is over), the receiver, content."""
+        """Heap of packets: when it leaves a line, its number, the sender's line up (None: it is on
+        the receiver's line, after the delay), its receiver, its content."""
         self._num_sent = 0
 
     def link_of(self, peer: int) -> Link:
@@ -196,7 +199,7 @@ class Shaper:
         return self._links[peer % len(self._links)]
 
     def access_of(self, peer: int) -> Access:
-        """A peer's lines, which everything that it sends and gets shares."""
+        """A peer's lines, which all its traffic shares."""
         access = self._accesses.get(peer)
         if access is None:
             link = self.link_of(peer)
@@ -206,7 +209,7 @@ class Shaper:
 
     @property
     def next_s(self) -> float | None:
-        """When `arrived` has work again; None: nothing is on its way."""
+        """When `arrived` has work again. None: nothing is on its way."""
         return self._on_way[0][0] if self._on_way else None
 
     def send(self, now_s: float, source: int, target: int, packet: bytes) -> None:
@@ -282,10 +285,10 @@ class Profile:
     """A named link.
 
     Attributes:
-        link: its figures.
-        rates: source of its rates.
-        rtt: source of its round trip.
-        loss: source of its losses; "" for a link without any.
+        link: figures of the link.
+        rates: source of the rates.
+        rtt: source of the round trip.
+        loss: source of the losses. "" for a link without losses.
     """
 
     link: Link
@@ -334,6 +337,6 @@ PROFILES = {
         f"{IN_FLIGHT}; 0.3 to 10 Mbit/s", f"{IN_FLIGHT}; 100 to 400 ms one way", IN_FLIGHT,
     ),
 }  # fmt: skip
-"""By name. Six of them lose packets, at random or in bursts."""
+"""All links by name. Six links lose packets, at random or in bursts."""
 LINKS = {name: profile.link for name, profile in PROFILES.items()}
-"""By the name that `--link` takes."""
+"""Links by the name that `--link` takes."""

@@ -24,7 +24,7 @@ Event = dict[str, Any]
 
 
 def launch(command: list[str], log: BinaryIO, environment: dict[str, str]) -> Popen[bytes]:
-    """Starts a process in a session of its own, which writes to a log and reads nothing."""
+    """Starts a process in its own session, with a log as output and no input."""
     return Popen(
         command, stdin=DEVNULL, stdout=log, stderr=STDOUT, env=environment, start_new_session=True
     )
@@ -32,16 +32,16 @@ def launch(command: list[str], log: BinaryIO, environment: dict[str, str]) -> Po
 
 @dataclass
 class LocalPeer:
-    """One process; it may be killed and started again with the same state.
+    """One peer process, which may be killed and started again with the same state.
 
     Attributes:
-        index: its number in the swarm.
-        folder: its state directory.
-        arguments: for the next start; they may be replaced while it does not run.
-        environment: added to this process's own.
+        index: number of the peer in the swarm.
+        folder: state directory of the peer.
+        arguments: arguments of the next start. They may be replaced while no process runs.
+        environment: variables added to those of this process.
         program: module that is run.
-        prefix: the beginning of the command, as to run in a network namespace.
-        process: the present or the last life.
+        prefix: the beginning of the command, for example to run in a network namespace.
+        process: the process of the present or the last life.
     """
 
     index: int
@@ -52,16 +52,16 @@ class LocalPeer:
     prefix: Sequence[str] = ()
     process: Popen[bytes] | None = None
     _sent: set[int] = field(default_factory=set)
-    """Signals that were sent from here to its present or last life."""
+    """Signals that this object sent to the peer's present or last life."""
     _log_start: int = 0
     _events: list[Event] = field(default_factory=list)
     _reader: EventReader = field(default_factory=EventReader)
     _events_read: tuple[Path, int] | None = None
-    """The file whose first bytes are in `_events`, and their number."""
+    """The file whose first bytes are in `_events`, and the number of these bytes."""
 
     @property
     def log_path(self) -> Path:
-        """Everything the process printed, over all its lives."""
+        """The log of everything that the process printed in all its lives."""
         return self.folder.with_suffix(".log")
 
     def start(self) -> None:
@@ -81,12 +81,12 @@ class LocalPeer:
 
     @property
     def exit_code(self) -> int | None:
-        """How the last life ended; None while it runs."""
+        """The exit code of the last life. None while the process runs."""
         return self.process.poll() if self.process else None
 
     @property
     def own_end(self) -> int | None:
-        """The exit code of a life that no signal from here ended; None otherwise.
+        """The exit code of a life that no signal of this object ended. None otherwise.
 
         A negative code is the signal of a crash, or of the system when memory is short.
         """
@@ -103,23 +103,23 @@ class LocalPeer:
 
     @property
     def last_address(self) -> str | None:
-        """The newest address that any life printed; None if none did."""
+        """The newest address that any life printed. None if none did."""
         if not self.log_path.exists():
             return None
         found = JOIN_LINE.findall(self.log_path.read_text(errors="replace"))
         return str(found[-1][0]) if found else None
 
     def join_address(self, deadline_s: float = START_DEADLINE_S) -> str:
-        """The address that the present life printed; raises as `join_options` does."""
+        """The address that the present life printed. Raises like `join_options`."""
         return self.join_options(deadline_s)[1]
 
     def join_options(self, deadline_s: float = START_DEADLINE_S) -> list[str]:
         """The options of the line that the present life printed for others.
 
-        While it founds a run, they contain the invitation with which its peers are counted.
+        While the peer founds a run, they contain the invitation with which its peers are counted.
 
         Raises:
-            SwarmError: it ended, or printed none in time.
+            SwarmError: the process ended, or printed no line in time.
         """
         end_s = time.monotonic() + deadline_s
         while time.monotonic() < end_s:
@@ -145,12 +145,12 @@ class LocalPeer:
             self.process.send_signal(number)
 
     def pause(self) -> None:
-        """All processes of the peer stand still; returns when they do."""
+        """Stops all processes of the peer. Returns when they stand still."""
         for pid in self._pids():
             _signal(pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Lets them run again."""
+        """Lets the peer's processes run again."""
         for pid in reversed(self._pids()):
             _signal(pid, signal.SIGCONT)
 
@@ -161,13 +161,13 @@ class LocalPeer:
         return [self.process.pid, *children_of(self.process.pid)]
 
     def kill(self) -> None:
-        """Kill -9, and waits for the end; does nothing to a peer that never ran."""
+        """Kills the process (kill -9) and waits for its end. Ignores a peer that never ran."""
         self.send(signal.SIGKILL)
         if self.process:
             self.wait(10.0)
 
     def wait(self, timeout_s: float) -> int:
-        """Waits for the end of the process; returns its exit code.
+        """Waits for the end of the process. Returns its exit code.
 
         Raises:
             SwarmError: it still runs after the time-out.
@@ -181,8 +181,8 @@ class LocalPeer:
     def events(self) -> list[Event]:
         """The peer's history of its present run over all its lives, oldest first.
 
-        Only the events added since the last call are read. A line that is being written, or was
-        torn by a kill, is left out.
+        Only the events added since the last call are read. A line that is being written, or that a
+        kill cut short, is left out.
         """
         current = self.folder / "current_run"
         if not current.exists():
@@ -216,7 +216,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def children_of(parent: int, program: str = "") -> list[int]:
-    """Running children of a process; if a program is named, only that program's."""
+    """Running children of a process. If a program is named, only children that run this program."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

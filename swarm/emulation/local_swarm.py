@@ -1,6 +1,7 @@
 """A whole swarm on this machine: one real process per peer, each with its own state directory.
 
-Used by `swarm-local`, the demo, the drills and the tests. It ends only processes that it started.
+Used by `swarm-local`, the demo, the drills and the tests. It ends only processes that it has
+started.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ class LocalSwarm:
         run_file: configuration of the run.
         num_peers: peers at the founding.
         options: further arguments of every peer.
-        own_options: arguments of one peer alone, by its index.
+        own_options: further arguments of single peers, by index.
         founder_options: further arguments of the founder, such as `--set`.
-        environment: added to that of every peer.
+        environment: variables added to those of every peer.
         program: module that every peer runs.
-        links: the emulated network they are in; None for this machine's own.
-        peers: those started so far.
+        links: the emulated network of the peers. None for this machine's own network.
+        peers: the peers started so far.
         started_s: time of the founding, by the monotonic clock.
     """
 
@@ -55,7 +56,7 @@ class LocalSwarm:
         self.stop()
 
     def start(self) -> None:
-        """Founds the run with all peers; returns when every process is up."""
+        """Founds the run with all peers. Returns when every process is up."""
         if (self.folder / "peer-0" / "runs").exists():
             raise StateError(
                 f"{self.folder} holds an earlier swarm", hint="name an empty or new --state-dir"
@@ -68,7 +69,7 @@ class LocalSwarm:
             self.add(join)
 
     def add(self, arguments: Sequence[str]) -> LocalPeer:
-        """Starts one more peer with these arguments and the common ones."""
+        """Starts a further peer with these arguments and the common arguments."""
         index = len(self.peers)
         environment = {**self.environment, INDEX_VARIABLE: str(index)}
         peer = LocalPeer(index, self.folder / f"peer-{index}", [], environment, self.program)
@@ -77,7 +78,7 @@ class LocalSwarm:
         return peer
 
     def restart(self, peer: LocalPeer, arguments: Sequence[str]) -> None:
-        """Starts a peer on its old state with these arguments and the common ones."""
+        """Starts a peer on its old state with these arguments and the common arguments."""
         listen = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0"]
         if self.links:
             peer.prefix, listen = self.links.place(peer.index)
@@ -87,7 +88,7 @@ class LocalSwarm:
         peer.start()
 
     def stop(self) -> None:
-        """Ends all peers: first politely, then for certain."""
+        """Ends all peers: first with a request, then with kill -9."""
         for peer in self.peers:
             peer.resume()
             peer.send(signal.SIGINT)
@@ -100,7 +101,7 @@ class LocalSwarm:
                 peer.kill()
 
     def kill(self) -> None:
-        """Kill -9 of all peers."""
+        """Kills all peers (kill -9)."""
         for peer in self.peers:
             peer.send(signal.SIGKILL)
         for peer in self.peers:
@@ -117,12 +118,12 @@ class LocalSwarm:
         """Waits until a condition holds.
 
         Raises:
-            SwarmError: it does not hold in time. Or a peer ended on its own with an error, and the
-                condition does not hold then.
+            SwarmError: the condition does not hold in time, or not when a peer ended on its own
+                with an error.
         """
         end_s = time.monotonic() + timeout_s
         while True:
-            # Asked before the condition, which may wait for a peer's end.
+            # Read before the condition is checked, which may wait for a peer's end.
             failed = [(peer, code) for peer in self.peers if (code := peer.own_end)]
             if done(self):
                 return
@@ -152,12 +153,12 @@ def _finished(events: Sequence[Event]) -> bool:
 
 
 def applied(events: Sequence[Event], *kinds: str) -> list[Event]:
-    """The manifests that a peer applied, of these kinds (all, if none is given)."""
+    """The manifests that a peer applied, of these kinds (of all kinds if none is given)."""
     return [e for e in events if e["event"] == "applied" and (not kinds or e["kind"] in kinds)]
 
 
 def tokens_lost(events: Sequence[Event]) -> int:
-    """Tokens whose shared result entered no manifest; each life of a peer counts from zero."""
+    """Tokens whose shared result entered no manifest. Each life of a peer counts from zero."""
     lost, counted = 0, 0
     for event in events:
         if event["event"] == "started":
@@ -181,15 +182,15 @@ def bytes_sent(events: Sequence[Event]) -> int:
 
 
 def summary(swarm: LocalSwarm, present: Collection[int] | None = None) -> dict[str, Any]:
-    """The facts of a finished swarm that scripts use; call it after `stop`.
+    """The facts of a finished swarm that scripts use. Call it after `stop`.
 
     Args:
-        swarm: whose peers have ended.
-        present: peers that lived at the end, whose last manifests count; None means all.
+        swarm: a swarm whose peers have ended.
+        present: peers that lived at the end, whose last manifests count. None: all peers.
 
     `tokens_lost` counts tokens of local steps whose shared result entered no manifest of the
     winning chain. `bytes_sent_per_peer_per_round` is the mean of the blob bytes sent between
-    founding and end. Bytes that a life sent after its last round count only if it ended politely.
+    founding and end. Bytes that a life sent after its last round count only if it ended in order.
     """
     histories = [events for peer in swarm.peers if (events := peer.events())]
     last = [applied(events)[-1] for events in histories if applied(events)]
@@ -224,7 +225,7 @@ def summary(swarm: LocalSwarm, present: Collection[int] | None = None) -> dict[s
 
 
 def digests_by_height(histories: Sequence[Sequence[Event]]) -> dict[int, set[str]]:
-    """The different digests that peers had at each height; one each if they agreed."""
+    """The different digests that peers had at each height: one for each height if they agreed."""
     by_height: dict[int, set[str]] = {}
     for events in histories:
         # A peer killed between record and history starts from a tip that it never reported.

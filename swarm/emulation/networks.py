@@ -1,4 +1,4 @@
-"""Emulated networks: namespaces if this user may make them, else TCP proxies of this process."""
+"""Emulated networks: namespaces if this user may make them, or else TCP proxies of this process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_PEERS = 250
 MTU_BYTES = 1500
 FAST_MBIT = 200.0
 FAST_MTU_BYTES = 9000
-"""Above FAST_MBIT packets are larger, as this process would be the bottleneck otherwise."""
+"""Packet size above FAST_MBIT. With smaller packets this process would be the bottleneck."""
 COMMAND_S = 10.0
 CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
 ALLOWED = "/proc/sys/net/ipv4/tcp_allowed_congestion_control"
@@ -39,9 +39,9 @@ IDLE_S = 0.2
 
 @functools.cache
 def why_not_here() -> str | None:
-    """Why this machine or user cannot have such a network; None if it can.
+    """Why this machine or user cannot have network namespaces. None if they can.
 
-    Tried once a process: root in a container may lack the capabilities, which only a try shows.
+    Makes one namespace as a test, once a process: root in a container may lack the capabilities.
     """
     if os.geteuid() != 0:
         return "network namespaces need root"
@@ -57,7 +57,7 @@ def why_not_here() -> str | None:
 
 
 class NamespaceLinks:
-    """See `Links`; the network exists from the first `place` to `close`."""
+    """See `Links`. The network exists from the first `place` to `close`."""
 
     def __init__(
         self,
@@ -67,13 +67,13 @@ class NamespaceLinks:
         mtu_bytes: int | None = None,
         congestion: str | None = None,
     ) -> None:
-        """There are no namespaces yet.
+        """Begins without namespaces.
 
         Args:
             link: the link of all peers, or several that peers get in turn.
-            seed: of lost packets.
-            mtu_bytes: of the largest packets; None decides by the rates.
-            congestion: TCP's congestion control, as cubic or bbr; None: this machine's.
+            seed: seed that decides lost packets.
+            mtu_bytes: size of the largest packets. None: chosen by the rates.
+            congestion: TCP's congestion control, such as cubic or bbr. None: this machine's.
         """
         self._shaper = Shaper(link, seed)
         each = (link,) if isinstance(link, Link) else link
@@ -81,9 +81,9 @@ class NamespaceLinks:
         self._mtu_bytes = mtu_bytes or (FAST_MTU_BYTES if is_fast else MTU_BYTES)
         self._congestion = congestion
         self._devices: dict[int, int] = {}
-        """Peer -> file descriptor of its TUN device."""
+        """File descriptor of each peer's TUN device."""
         self._peers: dict[int, int] = {}
-        """File descriptor of a TUN device -> its peer."""
+        """The peer of each TUN device, by file descriptor."""
         self._hidden: set[int] = set()
         self._lock = threading.Lock()
         self._poll = select.epoll()
@@ -92,7 +92,7 @@ class NamespaceLinks:
         self._thread.start()
 
     def place(self, peer: int) -> tuple[list[str], list[str]]:
-        """See `Links`; makes the namespace at the first call."""
+        """See `Links`. Makes the namespace at the first call."""
         if peer >= MAX_PEERS:
             raise SwarmError(f"peer {peer}: an emulated network has room for {MAX_PEERS}")
         if peer not in self._devices:
@@ -138,7 +138,7 @@ class NamespaceLinks:
             self._shaper.cuts.heal()
 
     def hide(self, peers: Sequence[int]) -> None:
-        """From now on nobody can open a connection to these peers, as behind a router."""
+        """From now on, nobody can open a connection to these peers, as if behind a router."""
         with self._lock:
             self._hidden |= set(peers)
 
@@ -155,7 +155,7 @@ class NamespaceLinks:
 
     @property
     def packets(self) -> dict[str, int]:
-        """Fate of packets -> how many."""
+        """Number of packets by their fate."""
         return self._shaper.packets
 
     def _forward(self) -> None:
@@ -189,12 +189,11 @@ def address_of(peer: int) -> str:
 
 
 def _try_one() -> None:
-    """Makes a namespace as peers get them, and removes it.
+    """Makes a namespace like those of peers, and removes it.
 
     Raises:
         OSError: the device cannot be made.
-        SwarmError: a command fails.
-        subprocess.TimeoutExpired: one does not end.
+        SwarmError: a command fails. subprocess.TimeoutExpired: a command does not end.
     """
     nobody = MAX_PEERS
     handle = os.open(TUN, os.O_RDWR | os.O_NONBLOCK)
@@ -238,7 +237,7 @@ def _opens(packet: bytes) -> bool:
 def _write(handle: int, packet: bytes) -> None:
     try:
         os.write(handle, packet)
-    except OSError:  # the device's queue is full, or it goes away: a lost packet
+    except OSError:  # the device is full or is being removed: the packet is lost
         return
 
 
@@ -251,7 +250,7 @@ def _ip(*arguments: str) -> None:
 
 
 def _set_congestion(name: str, congestion: str) -> None:
-    """A namespace may use only the congestion controls that the machine allows to everybody."""
+    """Sets a namespace's congestion control, which the machine must allow to everybody."""
     try:
         _ip("netns", "exec", name, "sh", "-c", f"echo {congestion} >{CONGESTION}")
     except SwarmError as error:
@@ -268,7 +267,7 @@ def _remove(name: str) -> None:
 
 
 def _remove_leftovers() -> None:
-    """Removes namespaces of programs that were killed before they could do so."""
+    """Removes namespaces of programs that were killed before they removed them."""
     for path in sorted(Path("/run/netns").glob("swarm-*-*")):
         pid = path.name.split("-")[1]
         if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
@@ -277,12 +276,12 @@ def _remove_leftovers() -> None:
 
 CHUNK_BYTES = 16 * 1024
 MOST_CHUNKS = 256
-"""At most so many chunks per direction of a connection queue on a line, and are in flight."""
+"""Most chunks per direction of a connection that queue on a line, and that are in flight."""
 CUT_POLL_S = 0.1
 STOP_S = 5.0
 HOST = "127.0.0.1"
 Chunks = asyncio.Queue[tuple[float, bytes]]
-"""Each chunk with the moment when it leaves, seconds of the monotonic clock. An empty one ends."""
+"""Chunks, each with the moment when it leaves, by the monotonic clock. An empty chunk ends."""
 
 
 class ProxyLinks:
@@ -291,7 +290,7 @@ class ProxyLinks:
     def __init__(self, link: Link | Sequence[Link]) -> None:
         self._shape, self._cuts = Shaper(link), Cuts()
         self._ports: dict[int, tuple[int, int]] = {}
-        """Peer -> (its own port, its proxy's)."""
+        """Ports of each peer: (its own, its proxy's)."""
         self._loop = asyncio.new_event_loop()
         self._servers: list[asyncio.Server] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -299,7 +298,7 @@ class ProxyLinks:
         self._thread.start()
 
     def place(self, peer: int) -> tuple[list[str], list[str]]:
-        """See `Links`; opens the proxy at the first call."""
+        """See `Links`. Opens the proxy at the first call."""
         if peer not in self._ports:
             listening = socket.create_server((HOST, 0))
             self._ports[peer] = (_free_port(), listening.getsockname()[1])
@@ -310,7 +309,7 @@ class ProxyLinks:
         return [], [
             "--host-maddrs", f"/ip4/{HOST}/tcp/{own}",
             "--announce-maddrs", f"/ip4/{HOST}/tcp/{announced}",
-            "--no-direct",  # which would go past the proxy
+            "--no-direct",  # direct streams would go past the proxy
         ]  # fmt: skip
 
     def cut(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -373,7 +372,8 @@ class ProxyLinks:
             asyncio.ensure_future(self._carry(target, source, inner_reader, writer)),
         ]
         try:
-            # An end of one direction is passed on; an error, such as a reset, ends both.
+            # The end of one direction is passed on. An error, such as a reset, ends both
+            # directions.
             await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             for task in both:
@@ -385,9 +385,9 @@ class ProxyLinks:
     async def _carry(
         self, source: int, target: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Carries one direction: each chunk goes up, down and over the distance, in this order.
+        """Carries one direction: each chunk takes the line up, the line down and the delay.
 
-        Other chunks pass meanwhile: a chunk takes the line down only after it left the line up.
+        A chunk takes the line down only after it left the line up, so other peers' chunks may pass.
         """
         climbing, flying = Chunks(MOST_CHUNKS), Chunks(MOST_CHUNKS)
         async with asyncio.TaskGroup() as parts:
@@ -414,7 +414,7 @@ class ProxyLinks:
             left_s, chunk = await climbing.get()
             await _sleep_until(left_s)
             await self._while_cut(source, target)
-            # Lateness of a busy machine does not count; that of a cut or a slow reader does.
+            # A delay by a busy machine does not count. A delay by a cut or a slow reader counts.
             left_s = max(left_s, time.monotonic() - CUT_POLL_S)
             while (through_s := down.leaves_at(left_s, len(chunk))) is None:
                 await asyncio.sleep(CUT_POLL_S)
@@ -438,9 +438,9 @@ class ProxyLinks:
             await asyncio.sleep(CUT_POLL_S)
 
     def _dialler(self, port: int) -> int:
-        """The peer that dials from a port; -1 for others, such as a monitor."""
+        """The peer that dials from a port. -1 for others, such as a monitor."""
         for peer, (own, _) in self._ports.items():
-            if port == own:  # libp2p dials from the port that it listens on, where it can
+            if port == own:  # libp2p dials from its listening port where it can
                 return peer
         return _peer_of_socket(port)
 
@@ -455,7 +455,7 @@ def _free_port() -> int:
 
 
 def _peer_of_socket(port: int) -> int:
-    """Number of the peer whose process has a socket with this local port; -1 if none has."""
+    """Number of the peer whose process has a socket with this local port. -1 if none has."""
     wanted = f"0100007F:{port:04X}"
     rows = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
     inode = next((row[9] for row in rows if row[1] == wanted and row[9] != "0"), None)
@@ -475,12 +475,12 @@ def _peer_of_socket(port: int) -> int:
 
 
 def open_links(names: Sequence[str], say: Callable[[str], None], seed: int = 0) -> Links:
-    """Opens the network of these names: namespaces where possible, else proxies.
+    """Opens a network with these links: with namespaces where possible, or else with proxies.
 
     Args:
-        names: of links, see `LINKS`; the peers get the links in turn.
+        names: names of links, see `LINKS`. The peers get the links in turn.
         say: called with the reason if the network is made of proxies.
-        seed: of lost packets.
+        seed: seed that decides lost packets.
     """
     links = [LINKS[name] for name in names]
     why_not = why_not_here()

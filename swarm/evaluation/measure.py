@@ -1,6 +1,6 @@
-"""Measures an exported model by its run's held-out loss, and samples a text.
+"""Measures an exported model by its run's held-out loss, and lets the model continue a text.
 
-The model is read layer by layer, so that it need not fit into memory.
+The model is read layer by layer, so it need not fit into memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from swarm.model.pretrained import open_checkpoint
 from swarm.model.transformer import Transformer
 
 BATCH_TOKENS = 2048
-"""Tokens of the windows that go through a layer together."""
+"""Tokens of the windows that are computed together in a layer."""
 LOGITS_BYTES = 2**26
 """Approximate bytes of the logits that are in memory together."""
 
@@ -43,17 +43,17 @@ class StreamedModel:
         """Opens an export.
 
         Args:
-            folder: as for `open_checkpoint`.
+            folder: see `open_checkpoint`.
             run: the run of the model.
 
         Raises:
             CorruptState: a file is missing or damaged.
-            ConfigError: it is of another model.
+            ConfigError: the export is of another model.
         """
         self._config, self._weights = run.model, open_checkpoint(folder, run)
         one_layer = run.model.model_copy(update={"num_hidden_layers": 1})
         self._one = Transformer(one_layer, frozen="fp32")
-        # Tensors of training alone are in no export, and nothing here uses them.
+        # Tensors that only training uses are in no export.
         named = [name for name in all_shapes(one_layer) if exported(name)]
         self._of_layer = [name for name in named if name.startswith(_FIRST)]
         ends = [name for name in named if not name.startswith(_FIRST)]
@@ -83,12 +83,12 @@ class StreamedModel:
 
     @torch.inference_mode()
     def continued(self, tokens: Sequence[int], *, count: int, end_of_text: int) -> list[int]:
-        """The most likely next tokens, one after the other. Reads the model once for each.
+        """The most likely next tokens, one after the other. Reads the model once for each token.
 
         Args:
             tokens: the preceding tokens, at least one.
             count: most tokens to add.
-            end_of_text: ends the text, and is left out.
+            end_of_text: id of the token that ends the text. It is left out.
         """
         found = list(tokens)
         for _ in range(count):
@@ -133,7 +133,7 @@ def _rows(scored_BT: Tensor) -> int:
 
 PROMPT_TOKENS = 32
 SAMPLE_TOKENS = 48
-"""Number of sample tokens. Each of them reads the model once."""
+"""Number of sample tokens. For each token the model is read once."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,9 @@ class HeldOutTokens:
     """The held-out text of a run, from its manifest 0.
 
     Attributes:
-        tokens: of all documents, each closed by `end_of_text`.
-        end_of_text: this token's id.
-        num_bytes: of the text in UTF-8.
+        tokens: tokens of all documents, each closed by `end_of_text`.
+        end_of_text: id of the end-of-text token.
+        num_bytes: bytes of the text in UTF-8.
     """
 
     tokens: Tokens
@@ -157,10 +157,11 @@ class Evaluation:
 
     Attributes:
         nats_per_token: mean cross-entropy of the held-out text.
-        bits_per_byte: the same in a unit that does not depend on the tokenizer.
-        documents: of the held-out text.
-        prompt: the beginning of its first document. "" if the tokenizer cannot be run here.
-        sample: the model's continuation, always with the likeliest token.
+        bits_per_byte: the same loss in a unit that does not depend on the tokenizer.
+        documents: number of documents of the held-out text.
+        prompt: the beginning of the first of these documents. "" if the tokenizer cannot be run
+            here.
+        sample: the model's continuation of the prompt, always with the likeliest token.
     """
 
     nats_per_token: float
@@ -181,10 +182,10 @@ def evaluate(folder: Path, run: RunConfig, text: HeldOutTokens, tokenizer: Token
     """Measures an export from its files, layer by layer; see `StreamedModel` for the memory.
 
     Args:
-        folder: of the export.
+        folder: folder of the export.
         run: the run of the model.
         text: the run's held-out text.
-        tokenizer: the run's, for the sample alone.
+        tokenizer: the run's tokenizer, used only for the sample.
 
     Raises:
         CorruptState, ConfigError: the folder is no export of the run.

@@ -22,8 +22,8 @@ class Measured:
 
     Attributes:
         task: the task, such as `swarm_held_out` or `arc_easy`.
-        metric: such as `bits_per_byte` or `acc`.
-        value: finite.
+        metric: the metric, such as `bits_per_byte` or `acc`.
+        value: the finite value.
         samples: number of documents or questions. None: not known.
     """
 
@@ -38,13 +38,13 @@ def append_scores(
 ) -> None:
     """Adds a line for each score to a file.
 
-    Only the last line may be cut by a crash. It is ended before others are added.
+    A crash may cut the file's last line. This line is ended before lines are added.
 
     Args:
-        path: made if missing.
-        digest: of the manifest whose model was measured.
-        round_: of that manifest.
-        at: seconds since 1970.
+        path: the file, made if missing.
+        digest: digest of the manifest whose model was measured.
+        round_: round of this manifest.
+        at: time of the measurement, seconds since 1970.
         measured: the figures.
 
     Raises:
@@ -56,11 +56,11 @@ def append_scores(
 
 
 def score_record(digest: Digest, round_: int, measured: Sequence[Measured]) -> ScoreRecord | None:
-    """The figures that can be published: the first ones, with names that records may contain.
+    """The figures that can be published: as many as a record takes, with names that it may contain.
 
     Values that are not finite or exceed `MAX_REAL`, as a perplexity may, are left out, because
-    readers would refuse the whole record. Values with an unknown number of samples, or with none,
-    are left out too.
+    readers would refuse the whole record. Values with no samples, or an unknown number, are left
+    out too.
     """
     scores = [
         Score(digest, round_, _name(figure.task), _name(figure.metric), figure.value, count)
@@ -71,7 +71,7 @@ def score_record(digest: Digest, round_: int, measured: Sequence[Measured]) -> S
 
 
 def newest_scores(path: Path) -> ScoreRecord | None:
-    """The last scores of a file: those of the model in its last whole line. None without one."""
+    """The last scores of a file: those of the model in the last whole line. None without a line."""
     found: list[tuple[Digest, int, Measured]] = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:

@@ -1,6 +1,6 @@
-"""Tasks of lm-evaluation-harness, each in its own process, so that a failure ends only one.
+"""Tasks of lm-evaluation-harness, each in its own process, so that a failure ends only one task.
 
-The run's held-out text is one of these tasks.
+The run's held-out text is one of the tasks.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def model_arguments(folder: str, sequence_length: int) -> str:
     """The harness's arguments for an exported model: its folder, windows and number format.
 
     Args:
-        folder: of the export.
+        folder: folder of the export.
         sequence_length: tokens that a window predicts.
     """
     return f"pretrained={folder},max_length={sequence_length},dtype=float32"
@@ -98,9 +98,8 @@ SPES = {
     "cmmlu": None,
     "mmlu": None,
 }
-"""The tasks of arXiv 2602.11543, by their names in the harness, with the shots of its code.
-
-None: its code has none, so the harness's own are used.
+"""The tasks of arXiv 2602.11543, by their names in the harness, with the shots of the paper's code.
+None: that code sets no shots, so the harness's own number is used.
 """
 CHECK_S = 600.0
 TASK_S = 24 * 3600.0
@@ -113,7 +112,7 @@ class TaskFailed(SwarmError):
 
 
 def shots_of(names: str) -> dict[str, int | None]:
-    """Task -> shots, from a list with commas, in which `spes` stands for the paper's tasks.
+    """The shots of each task of a list with commas, in which `spes` stands for the paper's tasks.
 
     Raises:
         ConfigError: the list has no name.
@@ -152,10 +151,10 @@ def run_task(folder: Path, sequence_length: int, name: str, shots: int | None) -
     Memory: the whole model in fp32, in another process.
 
     Args:
-        folder: of the export.
-        sequence_length: of the run.
-        name: of the task.
-        shots: questions with answers before each question. None for the task's own number.
+        folder: folder of the export.
+        sequence_length: sequence length of the run.
+        name: name of the task.
+        shots: answered questions before each question. None for the task's own number.
 
     Raises:
         TaskFailed: the harness gave no score. Without a network most tasks have no data.
@@ -205,7 +204,7 @@ def _samples_of(name: str, results: Mapping[str, Any]) -> int | None:
 
 
 def _run(line: Sequence[str], deadline_s: float) -> str:
-    """The output of a command. Its last line of errors is the reason of a failure."""
+    """The output of a command. The reason of a failure is the last line on its error output."""
     try:
         done = subprocess.run(
             line, capture_output=True, text=True, errors="replace", timeout=deadline_s, check=False

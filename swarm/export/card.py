@@ -14,7 +14,7 @@ from swarm.protocol.records.printable import printable, ranges
 CURVE_FILE = "loss.svg"
 WIDTH, HEIGHT = 640, 320
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 32, 44
-"""Margins around the drawing, in pixels as all sizes here."""
+"""Margins around the drawing. All sizes here are in pixels."""
 TICKS = 4
 HEAD = (
     f'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
@@ -27,7 +27,7 @@ def curve(losses: Sequence[tuple[int, float]], title: str) -> str:
 
     Args:
         losses: (round, nats per token), ascending and at least one.
-        title: above the drawing. It must need no escaping.
+        title: the text above the drawing, without characters that need escaping.
     """
     rounds, values = [each[0] for each in losses], [each[1] for each in losses]
     x_low, x_high = rounds[0], max(rounds[-1], rounds[0] + 1)
@@ -80,13 +80,13 @@ INTRODUCTION = (
     "Load it with Transformers:"
 )
 MAX_NAMED = 64
-"""Most contributors that the card lists. It names the number of further ones."""
+"""Most contributors that the card lists. The card names the number of further contributors."""
 
 
 def card(facts: ExportFacts) -> str:
     """The text of README.md.
 
-    Peers choose their own names, so these are made harmless in Markdown and HTML.
+    Peers choose their own names, so names are made harmless in Markdown and HTML.
     """
     run, manifest = facts.model.run, facts.model.manifest
     lines = [

@@ -20,9 +20,10 @@ class Form:
     """A person's choices for the form of an export.
 
     Attributes:
-        dtype: of the weights. "agreed" leaves each tensor in the type in which peers exchange it.
-        max_shard_bytes: size of a file of weights. Writing a shard holds it in memory twice.
-        license: for the model card. None leaves it open.
+        dtype: type of the weights. "agreed" leaves each tensor in the type in which peers exchange
+            it.
+        max_shard_bytes: largest size of a file of weights. Writing a file holds it in memory twice.
+        license: license that the model card names. None names no license.
     """
 
     dtype: Dtype = "agreed"
@@ -36,8 +37,8 @@ class ExportFacts:
 
     Attributes:
         model: configuration, manifest, and the store with its blobs, the held-out text among them.
-        form: of the export.
-        told: the known held-out losses, of later rounds too.
+        form: form of the export.
+        told: the known held-out losses, also of later rounds.
         names: display names of the known peers.
         is_measured: whether the exporter itself has measured the loss of this state.
     """
@@ -49,7 +50,7 @@ class ExportFacts:
     is_measured: bool = False
 
     def measured(self, nats_per_token: float, bits_per_byte: float) -> ExportFacts:
-        """The same with the exporter's own figure, which takes precedence over peers' figures."""
+        """These facts with the exporter's own loss, which takes precedence over peers' figures."""
         nat = bits_per_byte / nats_per_token if nats_per_token else None
         own = Losses({}, {self.model.manifest.digest: nats_per_token}, nat)
         return replace(self, told=self.told.with_newer(own), is_measured=True)
@@ -58,14 +59,14 @@ class ExportFacts:
     def run_id(self) -> str:
         """The run's id.
 
-        Manifest 0 does not contain it, because the id is derived from that manifest.
+        Manifest 0 does not contain the id, because the id is derived from that manifest.
         """
         run, manifest = self.model.run, self.model.manifest
         return manifest.run or run_id(run.run.name, run.fingerprint(), manifest.blob)
 
     @property
     def losses(self) -> tuple[tuple[int, float], ...]:
-        """(round, held-out loss in nats per token), ascending, up to this round."""
+        """(round, held-out loss in nats per token), ascending, up to this model's round."""
         return self.told.until(self.model.manifest)
 
     @property
@@ -92,9 +93,9 @@ class ExportFacts:
 
 
 def kept_losses(events: Path) -> Losses:
-    """Losses in the history of one peer, which has measured only some rounds itself.
+    """Losses in the history of one peer, which has itself measured only some rounds.
 
-    A missing file has no losses. A line that a kill has torn is skipped.
+    A missing file has no losses. A line that a kill has cut short is skipped.
     """
     found: dict[int, float] = {}
     exactly: dict[Digest, float] = {}

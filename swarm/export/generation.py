@@ -28,10 +28,10 @@ class Sampling:
     """Options for choosing the next token.
 
     Attributes:
-        max_new_tokens: length limit. The model may end the text before.
-        temperature: divisor of logits. 0 takes the most likely token each time.
+        max_new_tokens: most new tokens. The model may end the text earlier.
+        temperature: divisor of logits. 0 always takes the most likely token.
         top_p: tokens are drawn only from the most likely ones with this total probability.
-        seed: equal seeds draw equal tokens. None draws new ones each time.
+        seed: equal seeds draw equal tokens. None draws with a new seed each time.
     """
 
     max_new_tokens: int
@@ -70,7 +70,7 @@ def generate(folder: Path, prompt: str, sampling: Sampling, show: Callable[[str]
     The model runs on a CPU or the first GPU, in the type of the weights.
 
     Args:
-        folder: of the export.
+        folder: folder of the export.
         prompt: may be empty.
         sampling: options for choosing tokens.
         show: called with each piece of text, the prompt first.

@@ -11,16 +11,16 @@ from swarm.errors import ConfigError, SwarmError
 from swarm.export.facts import ExportFacts
 
 STALE = ("model*.safetensors", "model.safetensors.index.json")
-"""Files of the previous export to delete if the new one has none of their name."""
+"""Files of the previous export that are deleted unless the new export replaces them."""
 HIDDEN = (".*", "*/.*")
 """Names that are not part of an export, such as the folder of a killed exporter's fetched blobs."""
 
 
 class HubClient(Protocol):
-    """The used methods of `huggingface_hub.HfApi`."""
+    """The methods of `huggingface_hub.HfApi` that are used here."""
 
     def create_repo(self, repo_id: str, *, exist_ok: bool) -> object:
-        """Makes a repository, if there is none."""
+        """Makes a repository, if it does not exist."""
         ...
 
     def upload_folder(
@@ -42,7 +42,7 @@ class Hub:
 
     Attributes:
         client: connection to the hub.
-        repo: its name, such as "somebody/model".
+        repo: name of the repository, such as "somebody/model".
     """
 
     client: HubClient

@@ -1,4 +1,4 @@
-"""The exports of a run in one folder: adds whole ones, names the newest `latest`, removes old ones.
+"""The exports of a run in one folder: adds exports, links `latest` to the newest, removes old ones.
 
 Each export is a folder with all files for Transformers, the hub and a reader.
 """
@@ -27,7 +27,7 @@ FACTS_FILE = "swarm_export.json"
 GENERATION_FILE = "generation_config.json"
 
 Extra = Callable[[Path, ExportFacts], None]
-"""Works on an export's folder, for example adds files after all others."""
+"""A further step on an export's folder, for example one that adds files after all others."""
 
 
 def nothing_more(folder: Path, facts: ExportFacts) -> None:
@@ -38,10 +38,10 @@ def write_export(folder: Path, facts: ExportFacts, extras: Sequence[Extra] = ())
     """Writes one agreed model into a folder: weights, configuration, tokenizer and model card.
 
     The tokenizer's files set `split_special_tokens`, so text that spells a special token stays
-    text. Memory: a shard twice.
+    text. Takes memory for two shards.
 
     Args:
-        folder: made if missing. Files of an earlier export are replaced.
+        folder: folder to write, made if missing. Files of an earlier export are replaced.
         facts: the model and its facts.
         extras: further writers, in this order.
 
@@ -83,8 +83,8 @@ def write_facts(folder: Path, facts: ExportFacts) -> None:
 def generation_config(end_of_text: int) -> dict[str, Any]:
     """The contents of generation_config.json: the end-of-text token and the padding token.
 
-    Source: Transformers 5.23 `GenerationConfig`; missing settings have their defaults, which are
-    greedy decoding.
+    Source: Transformers 5.23 `GenerationConfig`; missing settings have their defaults, which mean
+        greedy decoding.
     """
     return {"bos_token_id": None, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
 
@@ -102,7 +102,7 @@ def sync_tree(folder: Path) -> None:
 LATEST = "latest"
 PARTIAL, REMOVED, NEW_LINK = ".partial-", ".removed-", ".latest.new"
 BLOBS = ".blobs"
-"""Folder of the blobs of the newest export, so that the next one fetches only changed blobs."""
+"""Folder of the blobs of the newest export, so that the next export fetches only changed blobs."""
 _NAME = re.compile(r"^round-(\d{6,12})$")
 
 
@@ -116,15 +116,15 @@ class Kept:
 
 
 def take_folder(lock: int, folder: Path, option: str) -> None:
-    """Locks a folder against other exporters, as long as a descriptor is open.
+    """Locks a folder against other exporters as long as a descriptor is open.
 
     Args:
-        lock: the descriptor, of the folder or of a file in it.
-        folder: as the person named it.
-        option: the option that named it.
+        lock: the descriptor, which is of the folder or of a file in it.
+        folder: the folder as the person named it.
+        option: the option that named the folder.
 
     Raises:
-        StateLocked: another process has it.
+        StateLocked: another process has locked the folder.
     """
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -139,14 +139,14 @@ class ExportManager:
     """See the module. Only one process at a time can open the folder."""
 
     def __init__(self, folder: Path, keep: int) -> None:
-        """Opens the folder, and removes half-finished work of a killed process.
+        """Opens the folder, and removes unfinished work of a killed process.
 
         Args:
-            folder: made if missing. Other files in it stay.
+            folder: folder of the exports, made if missing. Other files in it stay.
             keep: number of exports to keep, at least 1.
 
         Raises:
-            StateLocked: another process has it open.
+            StateLocked: another process has the folder open.
             StateError: the disk refused.
             ConfigError: another file is called `latest`.
         """
@@ -176,7 +176,7 @@ class ExportManager:
 
     @property
     def exports(self) -> list[Kept]:
-        """The whole exports, by ascending round. Folders without facts belong to others."""
+        """The whole exports, by ascending round. Folders without facts are no exports."""
         found = (self._kept(path) for path in self.folder.iterdir())
         return sorted((one for one in found if one), key=lambda one: one.round)
 
@@ -203,7 +203,7 @@ class ExportManager:
         """Puts an export in its place, links `latest` to it, and removes old ones.
 
         Args:
-            round_number: of the model, later than all existing ones.
+            round_number: round of the model, later than that of every existing export.
             write: fills an empty folder. If it raises, nothing of the new export stays.
 
         Raises:
@@ -235,7 +235,7 @@ class ExportManager:
         durable.sync_folder(self.folder)
 
     def _remove_old(self) -> None:
-        """Removes all but the newest exports. `latest` links to the last of these."""
+        """Removes all but the newest `keep` exports. `latest` links to the newest."""
         for one in self.exports[: -self._keep]:
             gone = self.folder / f"{REMOVED}{one.path.name}"
             one.path.rename(gone)

@@ -1,4 +1,4 @@
-"""Fetches agreed models from the peers of a run, with the least disturbance of training."""
+"""Fetches agreed models from the peers of a run, and disturbs training as little as possible."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ logger = logging.getLogger(__name__)
 
 
 IDLE = (PeerState.FINISHED, PeerState.TRAINING)
-"""States in which a peer's link is idle, the best first. A peer that has finished the run needs no
-cores either. A training peer sends nothing."""
+"""States in which a peer's link is idle, the best first: a finished peer's cores are idle as well,
+and a training peer sends nothing."""
 
 
 def idle_sources(peers: Mapping[PeerId, PeerRecord], manifest: Manifest) -> list[PeerId]:
     """Peers that have applied a manifest and can send it without disturbing training.
 
-    If any peer has finished the run, only such peers are returned, and otherwise training ones. The
+    Returns the peers that have finished the run, or if there are none, the training peers. The
     fetcher then prefers the peer with the fewest bytes left to send
     (`swarm.protocol.exchange.sourcing`).
 
     Args:
         peers: records of the present peers.
-        manifest: of the wanted blobs.
+        manifest: manifest of the wanted blobs.
     """
     having = {peer: r.state for peer, r in peers.items() if r.manifest_digest == manifest.digest}
     tiers = ([peer for peer in sorted(having) if having[peer] is state] for state in IDLE)
@@ -50,25 +50,25 @@ START_S = 600.0
 """Longest wait for a run whose founder still gathers peers."""
 POLL_S = 2.0
 LOOK_EVERY_S = 5.0
-"""Seconds between looks. Each look costs every peer some milliseconds of a core, and records are
-repeated every 8 s."""
+"""Seconds between looks at all records, which peers repeat every 8 s. A look costs every peer some
+milliseconds of a core."""
 TURN_S = 60.0
-"""After this time the sources are chosen again, by the newest records."""
+"""Seconds after which the sources of a fetch are chosen again, by the newest records."""
 EMPTY_TURNS = 5
-"""After this many turns without a piece of a blob, a state counts as no longer available."""
+"""Turns without a piece of a blob after which a state counts as no longer available."""
 MAX_NAMES = 4096
-"""Most peers whose names are kept, the last heard ones. A model card names contributors."""
+"""Most peers whose names are kept for model cards: the last heard peers."""
 LOSS_S = 15.0
-"""Longest wait for the held-out loss of a fetched state. After it the model card has none."""
+"""Longest wait for the held-out loss of a fetched state. After that, the card has no loss."""
 
 
 class FromPeers:
     """See the module, and `swarm.export.run_follower.Source`.
 
     Attributes:
-        run_id: of the found run.
-        run: its configuration.
-        store: of fetched blobs.
+        run_id: id of the found run.
+        run: configuration of this run.
+        store: store of fetched blobs.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class FromPeers:
         Raises:
             NobodyReachable: no peer announces a run, or its founder has gathered peers for too
                 long.
-            RunMismatch: several runs are announced, and none was named.
+            RunMismatch: several runs are announced, and the person named none.
         """
         self._observer, self.store = observer, store
         self._clock, self._sleep = clock, sleep
@@ -98,12 +98,12 @@ class FromPeers:
 
     @property
     def pause_s(self) -> float:
-        """See `Source`. It is 5 s, and longer in a run of more than 80 peers."""
+        """See `Source`. 5 s, and longer in a run of more than 80 peers."""
         return max(LOOK_EVERY_S, self._all_said_s)
 
     @property
     def _all_said_s(self) -> float:
-        """Seconds of one guest's share of the DHT's traffic that one look at all peers uses up."""
+        """Seconds for which one look at all peers uses up a guest's share of the DHT's traffic."""
         return self._num_heard / PEERS_A_SECOND
 
     def newest(self, least_round: int) -> Manifest | None:
@@ -116,8 +116,8 @@ class FromPeers:
     def bring(self, manifest: Manifest, form: Form, within_s: float = WHOLE_S) -> ExportFacts:
         """See `Source`. Fetches in turns, because idle links change during a fetch.
 
-        It asks peers with busy links if there are no others, or after a turn without a new byte.
-        The bytes of a turn survive a kill.
+        Peers with busy links are asked if no link is idle, or after a turn without a new byte. The
+        bytes of a turn survive a kill.
         """
         wanted = manifest.sizes
         most = here = self.bytes_here(manifest)
@@ -154,13 +154,14 @@ class FromPeers:
         )
 
     def bytes_here(self, manifest: Manifest) -> int:
-        """See `Source`. Counts each piece of a large blob, which may take many turns."""
+        """See `Source`. Includes pieces of a large blob, because it may take many turns."""
         return sum(self.store.bytes_here(*each) for each in manifest.sizes.items())
 
     def _await_loss(self, manifest: Manifest) -> None:
         """Reads the published losses until this state's loss is among them or `LOSS_S` is over.
 
-        A peer begins to measure it when the manifest is decided, and may leave before the end.
+        A peer begins to measure the loss when the manifest is decided, but may leave before the
+        result.
         """
         end_s = self._clock() + LOSS_S
         while True:
@@ -171,7 +172,7 @@ class FromPeers:
             self._sleep(max(POLL_S, self._all_said_s))
 
     def _look(self) -> Seen:
-        """The records. None if nobody answers, because the bytes may come nevertheless."""
+        """The records. Empty if no peer answers, because the bytes may come nevertheless."""
         try:
             seen = self._read()
         except NobodyReachable as error:
@@ -188,7 +189,7 @@ class FromPeers:
         return seen
 
     def _running(self, wanted: str | None) -> Announced:
-        """Waits until the run has begun. It has no manifest while its founder gathers peers."""
+        """Waits until the run has begun: it has no manifest while its founder gathers peers."""
         end_s = self._clock() + START_S
         while True:
             announced = self._observer.find(wanted, ASK_S)

@@ -1,4 +1,4 @@
-"""Follows a run, and writes an export for each due round until the last one."""
+"""Follows a run, and writes an export for each due round until the run's last round."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from swarm.protocol.values.schedule import merge_due
 logger = logging.getLogger(__name__)
 
 SAY_S = 60.0
-"""Seconds between two lines about the present wait."""
+"""Seconds between two lines for people about the present wait."""
 LOST_S = 1800.0
 """The follower gives up when no peer of the run answers for this long."""
 STILL_S = 24 * 3600.0
@@ -31,7 +31,7 @@ LATE_S = 72 * 3600.0
 """The follower gives up when no agreed model can be fetched for this long."""
 EARLY_S = 3600.0
 """Seconds between requests for a manifest before the due round. Such a manifest shows that the run
-continues. Its proof costs peers too much for each look."""
+continues, but its proof costs peers too much to be requested at each look."""
 
 
 class Source(Protocol):
@@ -47,7 +47,7 @@ class Source(Protocol):
         ...
 
     def newest(self, least_round: int) -> Manifest | None:
-        """The newest agreed manifest. None while no peer announces this round.
+        """The newest agreed manifest. None while no peer announces `least_round` or a later round.
 
         Raises:
             NobodyReachable: no peer of the run answered.
@@ -63,17 +63,17 @@ class Source(Protocol):
         ...
 
     def bytes_here(self, manifest: Manifest) -> int:
-        """Bytes of a manifest's values that are here, including pieces of large ones."""
+        """Bytes of a manifest's values that are here, including pieces of large values."""
         ...
 
 
 def next_due(every: int, exported: int, rounds: int) -> int:
-    """The next round to export: the next multiple, or the run's last.
+    """The next round to export: the next multiple of `every`, or the run's last round.
 
     Args:
         every: rounds between two exports.
         exported: the newest exported round, 0 before the first.
-        rounds: of the run.
+        rounds: rounds of the run.
     """
     return min((exported // every + 1) * every, rounds)
 
@@ -81,8 +81,8 @@ def next_due(every: int, exported: int, rounds: int) -> int:
 def is_ready(manifest: Manifest, due: int, run: RunConfig) -> bool:
     """Whether a manifest can be exported for the due round.
 
-    It must be of this round, or of a later one if this round was missed. If the round's merge is
-    still due, the export waits for the merge, which must come next.
+    The manifest must be of this round, or of a later round if this round was missed. If the round's
+    merge is still due, the export waits for the merge, which must come next.
     """
     return manifest.round >= due and not merge_due(manifest, run.merging)
 
@@ -91,7 +91,7 @@ class Waiting:
     """Decisions while one export is due. Pure: no clock, no requests, no fetches.
 
     One instance lasts from the moment when an export is due until a model for it is here. So a
-    failed attempt does not restart a time limit. Times are seconds of one monotonic clock.
+    failed attempt does not restart a time limit. Times are in seconds of one monotonic clock.
     """
 
     def __init__(self, due: int, run: RunConfig, now_s: float) -> None:
@@ -108,7 +108,7 @@ class Waiting:
         self._failing_s: float | None = None
 
     def least_round(self, now_s: float) -> int:
-        """The least round of requested manifests. Now and then it is any round; see `EARLY_S`."""
+        """The least round of requested manifests. Every `EARLY_S` seconds it is 0, any round."""
         if now_s - self._early_s < EARLY_S:
             return self.due
         self._early_s = now_s
@@ -120,7 +120,7 @@ class Waiting:
         self._silent_s = now_s if self._silent_s is None else self._silent_s
 
     def heard(self, found: Manifest | None, now_s: float) -> None:
-        """Records an answer of peers, with this manifest or with none."""
+        """Records that peers answered, with the manifest `found` or with none."""
         self._silent_s = None
         self._why = f"the swarm has not agreed on round {self.due} yet"
         if found is None:
@@ -137,7 +137,7 @@ class Waiting:
             self._why = f"the merge of round {found.round} is still due"
 
     def to_fetch(self, now_s: float, num_bytes: Callable[[Manifest], int]) -> Manifest | None:
-        """The manifest to fetch now. None while there is none, or the next attempt must wait.
+        """The manifest to fetch now. None while there is no such manifest or an attempt must wait.
 
         Args:
             now_s: the time.
@@ -157,7 +157,7 @@ class Waiting:
     def failed(self, error: NobodyReachable, now_s: float, num_bytes: int) -> str | None:
         """Records a failed attempt and the bytes that are here. Returns a line for people, or None.
 
-        There is a line for a manifest's first failure, and for giving the manifest up.
+        The line tells a manifest's first failure, or that the manifest is given up.
         """
         assert self._wanted is not None and self._attempts is not None
         number, is_first = self._wanted.round, not self._attempts.has_failed
@@ -194,7 +194,7 @@ class Waiting:
 
 @dataclass
 class Follower:
-    """See the module. All waits are bounded, and each has its reason."""
+    """See the module. All waits are bounded, and a line for people gives each wait's reason."""
 
     source: Source
     manager: ExportManager
@@ -202,7 +202,7 @@ class Follower:
     form: Form
     extras: Sequence[Extra] = ()
     published: Extra = nothing_more
-    """Called for each export in its final place. Its `SwarmError` is logged and ignored."""
+    """Called for each export in its final place. A `SwarmError` from the call is logged only."""
     say: Callable[[str], None] = logger.info
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
@@ -217,7 +217,7 @@ class Follower:
             OSError: the disk refused. The existing exports stay.
         """
         self.manager.require_run(self.source.run_id)
-        # Blobs that the disk has damaged since are fetched again.
+        # Blobs that the disk has damaged are removed and so fetched again.
         self.source.store.verify(self.source.store.digests())
         rounds = self.source.run.run.rounds
         while (exported := self._exported()) < rounds:

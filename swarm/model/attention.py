@@ -16,9 +16,9 @@ from swarm.config import ModelConfig
 from swarm.model.masking import Documents
 
 SHORT_TOKENS = 512
-"""Up to this length bf16 attention on a CPU uses plain products, which keep T * T / 2 weights. They
-are faster than torch's fused kernel: 11 against 31 ms forward and backward for 8 x 256 tokens and 4
-heads, 1.9 against 6.3 ms for 8 x 64, 19 against 64 ms for 4 x 512 (one thread)."""
+"""Up to this length bf16 attention on a CPU uses plain products, which keep T * T / 2 weights.
+Plain products are faster than torch's fused kernel: 11 against 31 ms forward and backward for 8 x
+256 tokens and 4 heads, 1.9 against 6.3 ms for 8 x 64, 19 against 64 ms for 4 x 512 (one thread)."""
 BLOCK_TOKENS = 64
 AMPERE = (8, 0)
 """The compute capability of GPUs of the generation Ampere."""
@@ -42,7 +42,7 @@ class RMSNorm(nn.Module):
 
 
 class _Norm(torch.autograd.Function):
-    """The norm with explicit gradients, which take half of autograd's passes over memory.
+    """The norm with explicit gradients, which take half as many passes over memory as autograd.
 
     A GPU has its own kernels for norm and gradients. They also keep the input in its type.
     """
@@ -93,8 +93,9 @@ class Positions(NamedTuple):
     """The positions of the tokens of a micro-batch.
 
     Attributes:
-        cos, sin: of the rotary angles, both fp32 [T, C / 2].
-        documents: attention stays within each. None: it sees the whole sequence.
+        cos, sin: cosines and sines of the rotary angles, both fp32 [T, C / 2].
+        documents: attention stays within each document. None: a token attends to its whole
+            sequence.
     """
 
     cos: Tensor
@@ -107,8 +108,8 @@ def rotary_tables(
 ) -> Positions:
     """Cosines and sines of the rotary angles.
 
-    Angles count from the sequence's beginning, also in documents that begin later, because
-    attention depends on differences alone.
+    Angles count from the sequence's beginning, even in documents that begin later, because
+    attention depends only on differences.
 
     Source: Su et al., arXiv 2104.09864, with the two halves of a head as the pairs, as in
     Transformers 5.23 `apply_rotary_pos_emb`.
@@ -163,8 +164,9 @@ def repeats_keys(is_cuda: bool, dtype: torch.dtype) -> bool:
     """Whether keys are repeated, so that each query has its own key.
 
     Kernels for shared keys exist for 16 bits on a GPU from Ampere on. Elsewhere PyTorch 2.13 would
-    keep T * T weights. Before Ampere PyTorch keeps these in bf16 in any case, because bf16 has no
-    kernel there. A merely described GPU, on a machine without one, counts as Ampere or newer.
+    keep T * T weights. Before Ampere PyTorch keeps such weights in bf16 in any case, because bf16
+    has no kernel there. A merely described GPU, on a machine without a GPU, counts as Ampere or
+    newer.
     """
     return is_cuda and (dtype is torch.float32 or _is_before_ampere())
 
@@ -174,7 +176,7 @@ def _is_before_ampere() -> bool:
 
 
 class _Short(torch.autograd.Function):
-    """Attention by blocks of queries, each with the keys up to its last token only."""
+    """Attention by blocks of queries, each with only the keys up to the block's last token."""
 
     @staticmethod
     def forward(ctx: Any, q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor) -> Tensor:

@@ -25,9 +25,9 @@ class Parameters:
 
     Attributes:
         shared: embedding, head, attention, norms and routers.
-        attention: those of `shared` that are matrices of attention.
-        per_expert: one expert index, in all layers; all are matrices.
-        num_experts: expert indices.
+        attention: the part of `shared` that is matrices of attention.
+        per_expert: parameters of one expert in all layers, all of them in matrices.
+        num_experts: number of experts.
     """
 
     shared: int
@@ -62,7 +62,7 @@ def owned_per_peer(run: RunConfig, num_peers: int) -> int:
 
 
 def trained_per_peer(run: RunConfig, num_peers: int) -> int:
-    """Parameters that a peer trains: the shared ones and its experts'."""
+    """Parameters that a peer trains: of the shared tensors and its experts."""
     counted = parameters(run.model)
     return counted.shared + owned_per_peer(run, num_peers) * counted.per_expert
 
@@ -71,8 +71,8 @@ def state_bytes_per_peer(run: RunConfig, num_peers: int) -> int:
     """Training state in memory: masters, gradients, moments and the frozen experts.
 
     16 bytes per trained parameter, 12 of a matrix under Muon. Activations, buffers of a running
-    round and the process itself come on top.
-    Source: fp32 AdamW; ZeRO (arXiv 1910.02054, section 3.1) counts alike.
+    round and the process itself are not included.
+    Source: fp32 AdamW; ZeRO (arXiv 1910.02054, section 3.1) counts in the same way.
     """
     trained = trained_per_peer(run, num_peers)
     frozen = parameters(run.model).total - trained
@@ -81,7 +81,7 @@ def state_bytes_per_peer(run: RunConfig, num_peers: int) -> int:
 
 
 def private_bytes(run: RunConfig, num_owned: float) -> int:
-    """Masters and moments in fp32, as a private state has them, with so many experts.
+    """Bytes of masters and moments in a private state, in fp32, for `num_owned` experts.
 
     12 bytes per trained parameter, 8 of a matrix under Muon, which has one moment.
     """
@@ -118,12 +118,13 @@ def expert_wire_bytes(run: RunConfig) -> int:
 def bytes_sent_per_peer_per_round(run: RunConfig, num_peers: int) -> float:
     """Blob bytes that a peer sends, mean over peers and rounds: (2 S (N-1) + X (N+R-2)) / N.
 
-    S are the bytes of the shared tensors, or of their deltas. Every peer sends each part to its
-    reducer, which sends the mean to everybody: 2 (N-1) times in all. X are the bytes of the
+    S are the bytes of the shared tensors, or of their deltas. Every peer sends each part to the
+    part's reducer, which sends the mean to all peers: 2 (N-1) times in all. X are the bytes of the
     experts. R-1 owners send their values to the owner that averages, which sends the result to the
-    N-1 others. The peer receives as many bytes. X counts once in `round.experts_every` rounds, S
-    once in `round.shared_every`. With `round.stagger` each round has its share. Otherwise rounds
-    with experts have more than the mean. Control messages, joiners and repeats are not counted.
+    N-1 other peers. A peer receives as many bytes as it sends. X counts once in
+    `round.experts_every` rounds, S once in `round.shared_every`. With `round.stagger` every round
+    moves the same share. Otherwise rounds with experts move more than the mean. Control messages,
+    joiners and repeats are not counted.
     """
     owners = min(run.ownership.owners_per_expert, num_peers)
     shared = 2 * _moved_shared_bytes(run) * (num_peers - 1) / run.round.shared_every
@@ -144,7 +145,7 @@ def _moved_shared_bytes(run: RunConfig) -> int:
 
 
 def _moved_expert_bytes(run: RunConfig) -> int:
-    """Bytes of all experts, likewise."""
+    """Bytes of all experts of a round. With a coding, the bytes of their deltas."""
     if run.wire.experts_coding == "none":
         return expert_wire_bytes(run)
     each = elements_bytes(parameters(run.model).per_expert, run.wire.experts_coding)
@@ -166,9 +167,9 @@ def handover_bytes(run: RunConfig, num_peers: int) -> int:
 def disk_bytes(run: RunConfig, num_peers: int) -> int:
     """Largest size of a state directory, without the corpus and the event log.
 
-    It holds the blobs of the newest manifest, the previous one and an accepted one, and offered
-    blobs. It also holds three private states (masters and moments), because the newest and the
-    previous one are kept while the next one is written. While an engine steps down, it holds the
+    It holds the blobs of the newest manifest, of the previous and of an accepted manifest, and
+    offered blobs. It also holds three private states (masters and moments), because the newest and
+    the previous state are kept while the next is written. While an engine steps down, it holds the
     engine's state with its frozen experts instead. If local progress of shared tensors outlives a
     round, it is stored in fp32 while the held-out loss is measured.
     """
@@ -186,9 +187,9 @@ def disk_bytes(run: RunConfig, num_peers: int) -> int:
 def forward_flops_per_token(run: RunConfig) -> int:
     """Operations of a forward pass per token. A multiplication and an addition count as two.
 
-    They are 2 per parameter of every matrix that a token passes (its K experts and the head, not
-    the embedding), and 4 * heads * head size * half the sequence per layer for causal attention.
-    Norms, rotation and softmax are not counted. Source: PaLM (arXiv 2204.02311, appendix B).
+    Counts 2 per parameter of every matrix that a token passes (its K experts and the head, not the
+    embedding), and 4 * heads * head size * half the sequence per layer for causal attention. Norms,
+    rotation and softmax are not counted. Source: PaLM (arXiv 2204.02311, appendix B).
     """
     model = run.model
     attention = 2 * run.data.sequence_length * model.num_attention_heads * model.dim_per_head
@@ -206,7 +207,7 @@ def step_flops_per_token(run: RunConfig, num_peers: int) -> float:
 
 
 def step_flops_with(run: RunConfig, num_owned: int) -> float:
-    """The same for a peer with this number of owned experts."""
+    """Like `step_flops_per_token`, for a peer with this number of owned experts."""
     model = run.model
     forward = forward_flops_per_token(run)
     attention = forward - 2 * _met_shared(model) - 2 * _met_experts(model)
@@ -240,7 +241,7 @@ def _met_experts(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """A run's cost for a peer. Each figure is the result of the function of that name."""
+    """A run's cost for a peer. Each figure is the result of the function with the figure's name."""
 
     parameters_total: int
     parameters_shared: int

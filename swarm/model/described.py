@@ -16,12 +16,12 @@ from swarm.errors import ConfigError
 
 CONFIG_FILE = "config.json"
 MAX_SEQUENCE = 2048
-"""Sequence length of a run file that is made for a checkpoint. Longer ones are a person's
+"""Longest sequence of a run file that is made for a checkpoint. Longer sequences are a person's
 choice."""
 MIXTURES = ("qwen3_moe", "olmoe", "dots1", "mixtral")
 """Values of `model_type` that our decoder computes and that exports have."""
 DENSE: Mapping[str, str] = {"qwen3": "head", "llama": "none"}
-"""Values of `model_type` from which a mixture can be made -> `model.qk_norm` of the mixture."""
+"""The mixture's `model.qk_norm`, by each `model_type` from which a mixture can be made."""
 POST_NORM = ("olmo2", "olmo3", "flex_olmo")
 _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "attention_bias": ((None, False), "biases in attention"),
@@ -42,16 +42,16 @@ _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "partial_rotary_factor": ((None, 1), "rotary positions in a part of a head"),
     "quantization_config": ((None,), "quantised weights"),
 }
-"""Key -> values with which a model equals ours, and the meaning of all other values."""
+"""For each key, the values with which a model equals ours, and the meaning of other values."""
 _WINDOW_SWITCHES: Mapping[str, str] = {
     "qwen3": "use_sliding_window",
     "qwen3_moe": "use_sliding_window",
     "dots1": "layer_types",
 }
-"""model_type -> the key that decides whether a `sliding_window` is used. Other kinds always use
-it."""
+"""For each model_type, the key that decides whether a `sliding_window` is used. Other types always
+use it."""
 _NOT_COMPARED = ("head_dim", "initializer_range", "noisy_top_k")
-"""Settings that follow from others, or concern training alone."""
+"""Settings that follow from others, or concern only training."""
 
 
 def read_description(folder: Path) -> dict[str, Any]:
@@ -98,10 +98,10 @@ def run_of_dense(
     """A run of the mixture made from a dense checkpoint, with the checkpoint's sequences.
 
     Args:
-        folder: of a dense Qwen3 or Llama.
+        folder: folder of a dense Qwen3 or Llama.
         num_experts: copies of each MLP.
         top_k: experts of a token.
-        norm_topk_prob: whether their weights are divided by their sum.
+        norm_topk_prob: whether the weights of these experts are divided by their sum.
         untie: gives a model with a tied head a separate head.
 
     Raises:
@@ -133,7 +133,7 @@ def run_of_dense(
 
 
 def end_of_text_of(folder: Path) -> int | None:
-    """The id that ends a text, the first of several. None without one."""
+    """The id that ends a text, or the first of several. None if there is no id."""
     found = read_description(folder).get("eos_token_id")
     first = found[0] if isinstance(found, list) and found else found
     return first if isinstance(first, int) else None
@@ -249,7 +249,7 @@ def _value_of(found: Mapping[str, Any], source: str, *keys: str) -> Any:
     """The value of the first of these keys that exists.
 
     Raises:
-        ConfigError: none of them exists.
+        ConfigError: no key exists.
     """
     for key in keys:
         if found.get(key) is not None:
@@ -258,7 +258,7 @@ def _value_of(found: Mapping[str, Any], source: str, *keys: str) -> Any:
 
 
 def _shared_settings(found: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The settings that dense models and mixtures share. Raises as `_value_of`."""
+    """The settings that dense models and mixtures share. Raises like `_value_of`."""
     rope = found.get("rope_parameters") or {}
     head = found.get("head_dim")
     if found.get("model_type") == "qwen3" and head is None:

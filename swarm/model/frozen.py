@@ -19,7 +19,7 @@ INT8_LARGEST = 127
 
 
 class FrozenStack(Protocol):
-    """One matrix of each of several frozen experts."""
+    """The same matrix of several frozen experts, stacked."""
 
     def dense(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """The matrices of some experts as a [E, O, I] tensor of `dtype`."""
@@ -89,7 +89,7 @@ class Int8Stack:
 def stack_parts(
     form: FrozenFormat, shape: Sequence[int]
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """The tensors that store a stack of this [E, O, I] shape: part -> shape and type."""
+    """Shape and type of each tensor that stores a stack of this [E, O, I] shape."""
     whole = tuple(shape)
     if form == "int8":
         return {"codes": (whole, torch.int8), "scale": ((*whole[:-1], 1), torch.float32)}

@@ -41,7 +41,7 @@ def config_dict(
     The decoder is Qwen3-MoE for QK-norm per head, OLMoE for QK-norm of the projection, Mixtral for
     none, and dots.llm1 for a sigmoid router. Of the decoders with a selection bias, dots.llm1
     equals ours in all else, once its shared expert has the width 0. Noise, capacity and own-expert
-    bias concern training alone, so config.json need not have them.
+    bias concern only training, so config.json need not have them.
 
     Source: Transformers 5.23 `Qwen3MoeConfig`, `OlmoeConfig`, `Dots1Config`. `rope_theta` is
     written twice, because releases before 5 look for it outside of `rope_parameters`.
@@ -130,7 +130,7 @@ def _dots1(run: RunConfig) -> dict[str, Any]:
 
 
 def unused_shapes(run: RunConfig) -> dict[str, Shape]:
-    """Name -> shape of dots.llm1's empty shared experts, without which loading warns."""
+    """Names and shapes of dots.llm1's empty shared experts, without which loading warns."""
     if run.model.scoring_func != "sigmoid":
         return {}
     hidden = run.model.hidden_size
@@ -157,17 +157,17 @@ def save_model(
     """Writes config.json and the tensors, in shards with an index if they exceed one shard.
 
     Every file is written under a temporary name, flushed to disk and renamed. A file that names the
-    others comes last. Files of an earlier export in the same folder are removed, its index first.
-    After a kill at any moment the folder holds one of both exports or none.
+    other files comes last. Files of an earlier export in the same folder are removed, its index
+    first. After a kill at any moment, the folder holds one of the two exports or none.
 
     Args:
-        folder: made if missing.
+        folder: folder of the export, made if missing.
         run: the configuration that the tensors belong to.
         named: every tensor of the model once, in any order. Memory holds one shard of them at a
-            time. Tensors of training alone are left out.
+            time. Tensors that only training uses are left out.
         eos_token_id: the tokenizer's end-of-text id.
         max_shard_bytes: size of a shard. A larger tensor gets its own shard.
-        dtype: of the weights in the files.
+        dtype: type of the weights in the files.
 
     Returns:
         The files written.
@@ -287,7 +287,7 @@ def _write_json(path: Path, values: dict[str, Any]) -> Path:
 
 
 def tensor_files(folder: Path) -> list[str]:
-    """Names of the safetensors files in an export: those of its index, or the only file.
+    """Names of the safetensors files in an export: the files in its index, or the only file.
 
     Raises:
         CorruptState: the index is damaged, or names files in other folders.

@@ -1,4 +1,4 @@
-"""Initial weights. Each tensor depends on the run's seed and its own name alone."""
+"""Initial weights. Each tensor depends only on the run's seed and on its own name."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def generator_of(seed: int, name: str) -> np.random.Generator:
 def initial_tensor(name: str, shape: Shape, run: RunConfig) -> Tensor:
     """The initial fp32 value of a tensor, the same on every peer.
 
-    Norms are 1. Matrices are N(0, initializer_range), and values beyond 3 sigma are drawn again. A
-    router's selection bias and noise matrix are 0 (noise of softplus(0) = 0.69 standard
-    deviations). numpy's generator is used, because torch's gives other bits on CPUs with other
-    vector units.
+    Norms are 1. Matrices are drawn from N(0, initializer_range), and values beyond 3 sigma are
+    drawn again. A router's selection bias and noise matrix are 0 (noise of softplus(0) = 0.69
+    standard deviations). numpy's generator is used, because torch's gives other bits on CPUs with
+    other vector units.
 
     Source: SPES (arXiv 2602.11543), configurations of the reference code; Shazeer et al.
     (arXiv 1701.06538, appendix A) for the noise.

@@ -22,7 +22,7 @@ CODING_BYTES: dict[str, float] = {"fp32": 4.0} | {
 }
 """Bytes of an element: fp32 and bf16 for values, the others for codings of differences."""
 EXACT_BYTES = 4
-"""Norms and routers travel in fp32."""
+"""Bytes of an element of norms and routers, which travel in fp32."""
 SEGMENT_BITS = 1460 * 8
 
 
@@ -38,10 +38,11 @@ class Assumptions:
         adopt_ns: core time to adopt an element of a shared tensor, of an own expert, and of an
             expert that another peer trains.
         cores: number of cores that share this work.
-        disk_bytes_per_s: rate at which a peer makes its private state durable. It does so once a
-            cycle with a coding, and before each offer without.
+        disk_bytes_per_s: rate at which a peer makes its private state durable: once a cycle with a
+            coding, before each offer without a coding.
         is_beside: whether offers and private states are made while the next step computes, if
-            rounds overlap. Otherwise steps wait for them (`Engine.before_update`).
+            rounds overlap. Otherwise steps wait for offers and private states
+            (`Engine.before_update`).
     """
 
     link_share: float = 0.85
@@ -55,7 +56,7 @@ class Assumptions:
 
 ASSUMED = Assumptions()
 TRANSFERS_ALONE = Assumptions(1.0, 0.0, (0.0, 0.0), (0.0, 0.0, 0.0), 1, math.inf)
-"""For measured rates."""
+"""Assumptions for measured rates: transfers alone take time."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,11 @@ class Setting:
 
     Attributes:
         shared: type or coding of the shared tensors, a key of `CODING_BYTES`.
-        experts: likewise.
-        rounds: P, rounds of a cycle. Each moves its slice of the due values, so all move as many
-            bytes.
+        experts: type or coding of the experts, a key of `CODING_BYTES`.
+        rounds: P, rounds of a cycle. Each round moves its slice of the due values, so all rounds
+            move the same number of bytes.
         shared_every: rounds between two exchanges of a shared tensor.
-        experts_every: likewise of an expert.
+        experts_every: rounds between two exchanges of an expert.
         owners: R.
         overlap: whether rounds overlap the next local steps.
         price: None if unknown.
@@ -104,9 +105,9 @@ class LinkPlan:
     """The speed of a setting on a link.
 
     Attributes:
-        cycle_bytes: sent by a peer in a cycle, and also received.
+        cycle_bytes: bytes that a peer sends in a cycle, and also receives.
         transfer_s: seconds for these bytes.
-        round_s: from one round's beginning to the next one's, including local steps.
+        round_s: seconds from the beginning of a round to that of the next, including local steps.
         delay_share: the part of a cycle after which local steps see the result of a round.
         utilisation: share of time spent computing.
         link_busy: share of time in which the slower direction carries bytes.
@@ -124,8 +125,8 @@ def cycle_bytes(run: RunConfig, setting: Setting, num_peers: int) -> float:
     """Blob bytes that a peer sends (and receives) in a cycle; see `bytes_sent_per_peer_per_round`.
 
     P (2 (S s + 4 L) (N-1) / p_s + X x (N+R-2) / p_x) / N: S, L and X count the elements of shared
-    tensors, of norms and routers, and of experts. An element of S has s bytes, and one of X has x.
-    p_s and p_x are the rounds between two exchanges of a shared tensor and of an expert.
+    tensors, of norms and routers, and of experts. An element of S has s bytes, and an element of X
+    has x. p_s and p_x are the rounds between two exchanges of a shared tensor and of an expert.
     """
     counted = parameters(run.model)
     exact = exact_elements(run.model)
@@ -200,12 +201,12 @@ def plan_link(
     num_peers: int,
     assumed: Assumptions = ASSUMED,
 ) -> LinkPlan:
-    """Predicts the speed of a setting. It sends and receives equal numbers of bytes at once.
+    """Predicts the speed of a setting. A peer sends and receives equal numbers of bytes at once.
 
     Args:
         run: only its model matters.
-        setting: of the exchange.
-        rates: up and down, Mbit/s; see `carried_mbit`.
+        setting: setting of the exchange.
+        rates: rates up and down, Mbit/s; see `carried_mbit`.
         compute_s: seconds of the local steps of a cycle.
         num_peers: N.
         assumed: further assumptions.
@@ -259,7 +260,7 @@ def setting_of(run: RunConfig) -> Setting:
 def with_rounds(setting: Setting, rounds: int) -> Setting:
     """A setting of the table with another number of rounds per cycle.
 
-    Units are due as often per cycle.
+    The number of times that a unit is due in a cycle does not change.
     """
     times = rounds / setting.rounds
     return Setting(

@@ -21,8 +21,8 @@ SLICE_LOGITS = {"cpu": 2**24, "cuda": 2**28}
 """The most logits that exist at once (64 MiB or 1 GiB in fp32), unless 128 tokens have more. A GPU
 needs long slices, because each slice adds to the gradient of the whole head."""
 ALIGNED_ROWS = {"cpu": 1, "cuda": 64}
-"""The head is multiplied with extra rows, so that their number is a multiple of this. Rows of an
-odd number of bf16 logits made each product five times slower on an H100."""
+"""The head is multiplied with extra rows, so that the number of rows is a multiple of this. Rows of
+an odd number of bf16 logits made each product five times slower on an H100."""
 
 
 class Losses(NamedTuple):
@@ -30,7 +30,7 @@ class Losses(NamedTuple):
 
     Attributes:
         total: differentiable scalar, the weighted sum.
-        cross_entropy: mean over tokens, in nats; detached, as all fields below.
+        cross_entropy: mean over tokens, in nats; detached, like all fields below.
         balance: see `balance_loss`.
         router_z: see `router_z_loss`.
         output_z: mean over tokens of the squared log-sum-exp of the output logits.
@@ -175,13 +175,13 @@ class LayerTerms(NamedTuple):
     Attributes:
         mean_E: mean probability of each expert. Where processes share the tokens, the mean is over
             this process's tokens until `of_all`.
-        z: mean over tokens of the squared log-sum-exp of the logits, likewise.
-        tokens_E: int64, tokens that chose each expert, dropped ones included.
+        z: mean over the same tokens of the squared log-sum-exp of the logits.
+        tokens_E: int64, tokens that chose each expert, including dropped choices.
         dropped: int64 scalar, choices that exceeded an expert's capacity.
-        num_tokens: of the micro-batch.
+        num_tokens: tokens of the micro-batch.
         top_k: experts of a token.
         similarity: CKA of P pairs of experts [P]. None if it was not measured.
-        pair_P2: int64 [P, 2], these pairs, likewise.
+        pair_P2: int64 [P, 2], these pairs. None if not measured.
     """
 
     mean_E: Tensor
@@ -214,12 +214,12 @@ class LayerTerms(NamedTuple):
 def of_all(
     tokens: Tokens, output: Sequence[Tensor], terms: Sequence[LayerTerms]
 ) -> tuple[Sequence[Tensor], Sequence[LayerTerms]]:
-    """Losses of the output and terms of the routers over all tokens, from those of each process.
+    """Losses of the output and terms of the routers over all tokens, from each process's own.
 
     Args:
         tokens: the tokens of this process.
         output: result of `output_losses`.
-        terms: of all layers.
+        terms: terms of all layers.
     """
     if tokens.ways == 1:
         return output, terms

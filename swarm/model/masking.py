@@ -1,11 +1,11 @@
 """Masks of a micro-batch: for attention within documents, and for the loss.
 
 Attention within documents needs no mask, because each document is computed as its own sequence. So
-every kernel for causal attention works, with fewer products than over the whole window. Documents
-of similar lengths are computed together. Torch's fused kernel with a mask takes longer than the
-whole window without one (`scripts/benchmarks/bench_documents.py`). cuDNN's kernels, which torch
-prefers on some GPUs, are not used, because they need a new plan for each number of documents and
-width.
+any kernel for causal attention works, and computes fewer products than over the whole window.
+Documents of similar lengths are computed together. Torch's fused kernel with a mask takes longer
+than the whole window without one (`scripts/benchmarks/bench_documents.py`). cuDNN's kernels, which
+torch prefers on some GPUs, are not used, because they need a new plan for each number of documents
+and width.
 
 Shapes: B sequences, T tokens of a sequence, N = B * T, D hidden size, H heads, C size of a head;
 S documents of one width, W their width, M places in all of them.
@@ -23,7 +23,7 @@ from torch.backends import cuda
 
 
 class Tokens:
-    """All tokens of a micro-batch. The base class for processes that share one.
+    """All tokens of a micro-batch. The base class for processes that share a micro-batch.
 
     Attributes:
         ways: number of processes that share the micro-batch.
@@ -40,7 +40,7 @@ class Tokens:
         return x_NX
 
     def routed(self, weight_nK: Tensor, expert_nK: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights (fp32) and experts of all tokens, [N, K], from those of each process."""
+        """Weights (fp32) and experts of all tokens, [N, K], from each process's own."""
         return weight_nK, expert_nK
 
     def mean(self, part: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class Documents(NamedTuple):
     place_N: Tensor
 
     def to(self, device: torch.device) -> Documents:
-        """The same on a device."""
+        """The same documents, with tensors on the given device."""
         return Documents(
             self.widths,
             self.token_M.to(device, non_blocking=True),
@@ -110,7 +110,7 @@ def _without_plans() -> Iterator[None]:
 
     The switch holds for the whole process. Only forward reads it, because backward uses the kernel
     of forward. Only one thread at a time runs forward, because autograd's thread computes layers
-    again while its caller waits. If two threads did meet, either kernel would be right.
+    again while its caller waits. If two threads did run forward, either kernel would be right.
     """
     before = cuda.cudnn_sdp_enabled()
     cuda.enable_cudnn_sdp(False)
@@ -155,8 +155,8 @@ def documents_of(starts_BT: Tensor) -> Documents | None:
     """The documents of a micro-batch. None if every sequence is one document.
 
     Args:
-        starts_BT: bool, the first tokens of documents. A sequence's first token always begins one,
-            because the sequence has nothing before it.
+        starts_BT: bool, the first tokens of documents. A sequence's first token always begins a
+            document, because the sequence has nothing before it.
     """
     sequences, length = starts_BT.shape
     if not starts_BT[:, 1:].any():
@@ -199,7 +199,8 @@ class Masked(NamedTuple):
     """Masks of one micro-batch, on the computing device.
 
     Attributes:
-        documents: attention stays within each. None: it sees the whole sequence.
+        documents: attention stays within each document. None: a token attends to its whole
+            sequence.
         scored_BT: bool, predictions in the cross-entropy and the output z-loss. None: all.
         mean_over: divisor of sums: scored predictions of the step per micro-batch.
             So the mean over micro-batches is a mean over predictions. None: the predictions of this
@@ -217,7 +218,7 @@ class Masked(NamedTuple):
 
         Args:
             hidden_BTD: inputs of the head, for the tokens of this process.
-            labels_BT: of all tokens.
+            labels_BT: labels of all tokens.
             tokens: the tokens of this process.
 
         Returns:

@@ -37,7 +37,7 @@ def similarities(gates: Sequence[Callable[[int, int], Tensor]], num_elements: in
 
     Args:
         gates: for each expert, a function that returns its elements [start, stop).
-        num_elements: of each gate projection.
+        num_elements: elements of each gate projection.
 
     Cost: 2 * E^2 * X operations in fp64 and, at the peak, E * COLUMNS * (16 + bytes of an element
     in the codec) bytes. It is about 1 s for one layer of the 7B model of SPES (32 experts of 2048 x
@@ -72,7 +72,7 @@ def choose_donors(similarity_EE: Tensor, top_k: int) -> tuple[tuple[int, ...], .
 
 
 def donors_of(read: Read, model: ModelConfig, top_k: int) -> Donors:
-    """The `top_k` donors of every expert in every layer. Takes memory as `similarities`."""
+    """The `top_k` donors of every expert in every layer. Takes as much memory as `similarities`."""
     assert top_k < model.num_experts, (top_k, model.num_experts)
     size = model.moe_intermediate_size * model.hidden_size
     found = []

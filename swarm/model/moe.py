@@ -1,4 +1,4 @@
-"""Router and experts of one layer. Owned and frozen experts lie in separate tensors.
+"""Router and experts of one layer. Owned and frozen experts are in separate tensors.
 
 Shapes: N tokens, D hidden size, I inner size of an expert, E experts, K experts of a token.
 """
@@ -31,12 +31,12 @@ class Routing(NamedTuple):
 
     Attributes:
         logits_NE: fp32, without noise. Where processes share the tokens, only this process's.
-        probabilities_NE: the scores by which experts are chosen, summing to 1, likewise.
+        probabilities_NE: the scores by which experts are chosen, summing to 1. Same tokens.
         weight_NK: weight of each chosen expert, 0 if it was dropped.
         expert_NK: the chosen experts, the best first.
         kept_NK: the choices within capacity. None if nothing is ever dropped.
         similarity: CKA of P pairs of experts [P]. None if it was not measured.
-        pair_P2: int64 [P, 2], these pairs, likewise.
+        pair_P2: int64 [P, 2], these pairs. None if not measured.
     """
 
     logits_NE: Tensor
@@ -54,7 +54,8 @@ class Recall:
 
     Attributes:
         expert_NK: the chosen experts. None until the layer has run once.
-        plan: their sorted rows, kept so that the recomputation need not wait for the device.
+        plan: the sorted rows of the chosen experts, kept so that the recomputation need not wait
+            for the device.
     """
 
     expert_NK: Tensor | None = None
@@ -93,7 +94,7 @@ class Router(nn.Module):
         Args:
             x_ND: the tokens of this process.
             recall: source of the choice, if it was made before.
-            controls: of a training step. None in evaluation.
+            controls: controls of a training step. None in evaluation.
             owned: the experts that this peer trains, which controls may favor.
         """
         logits_NE = F.linear(x_ND.float(), self.weight)
@@ -101,7 +102,7 @@ class Router(nn.Module):
         scores_NE = self._scores(noisy_NE)
         weight_NK, expert_NK = self._choose(noisy_NE, scores_NE, controls, owned)
         if recall is not None:
-            # Gathered the first time too, because both passes must keep the same tensors for
+            # Also gathered the first time, because both passes must keep the same tensors for
             # backward.
             if recall.expert_NK is not None:
                 expert_NK = self._tokens.own(recall.expert_NK)
@@ -135,7 +136,7 @@ class Router(nn.Module):
         controls: RoutingControls | None,
         owned: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
-        """Scores and indices of each token's best experts. Biases affect the choice alone."""
+        """Scores and indices of each token's best experts. Biases affect only the choice."""
         own_E = controls.own_bias(owned, logits_NE) if controls else None
         if own_E is None and self.e_score_correction_bias is None:
             weight_NK, expert_NK = scores_NE.topk(self.top_k, dim=-1)
@@ -151,7 +152,7 @@ class Router(nn.Module):
     def _dropping(self, routing: Routing, controls: RoutingControls) -> Routing:
         """Drops choices above the capacity.
 
-        The weights of the others do not change (as in GShard).
+        The weights of the other choices do not change (as in GShard).
         """
         if controls.capacity_factor is None:
             return routing
@@ -178,13 +179,13 @@ class ExpertBank(nn.Module):
         owned_experts: the experts that this peer trains.
         owned_here: the owned experts that this bank holds. All of them, unless other processes
             compute for the peer.
-        row_of: the row of each held expert among the owned or the frozen ones.
+        row_of: the row of each held expert among the owned or the frozen experts.
     """
 
     def __init__(
         self, model: ModelConfig, storage: Storage, *, here: Sequence[int] | None = None
     ) -> None:
-        """Holds the experts `here`, all of them frozen. None for every expert."""
+        """Holds the experts `here`, all of them frozen. None: every expert."""
         super().__init__()
         self.num_experts, self.compute = model.num_experts, storage.compute
         self.form = storage.frozen
@@ -267,7 +268,7 @@ class ExpertBank(nn.Module):
         return masters if owned else self.frozen[projection], self.row_of[expert]
 
     def inputs(self, x_ND: Tensor) -> Tensor:
-        """The tokens for the experts: these, or where processes share tokens, those of all."""
+        """Tokens for the experts: `x_ND`, or where processes share tokens, those of all."""
         return x_ND
 
     def forward(self, x_ND: Tensor, routing: Routing, recall: Recall | None = None) -> Tensor:
@@ -286,7 +287,7 @@ class ExpertBank(nn.Module):
         return mix_experts(x_ND, routing.weight_NK, self.masters(), self.setting(plan))
 
     def multiple(self, x_ND: Tensor) -> int:
-        """Rows of an expert are padded to a multiple of this."""
+        """Rows of an expert are padded to a multiple of this number."""
         padded = self.compute is torch.bfloat16 and x_ND.device.type == "cpu"
         return PAD_ROWS_BF16 if padded else 1
 
@@ -329,7 +330,7 @@ class Pieces:
     Attributes:
         bank: makes the bank of a layer.
         attention: makes the attention of a layer.
-        tokens: the tokens of this process outside of both.
+        tokens: the tokens of this process outside of bank and attention.
     """
 
     bank: MakeBank = ExpertBank
@@ -347,8 +348,8 @@ class Storage:
     Attributes:
         frozen: format of the experts that are not owned.
         compute: type of all matrix products.
-        device: of the weights.
-        pieces: the modules that hold them.
+        device: device of the weights.
+        pieces: the modules that hold the weights.
     """
 
     frozen: FrozenFormat

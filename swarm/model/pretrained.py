@@ -1,6 +1,6 @@
 """The tensors of a checkpoint folder, each read on look-up.
 
-So a run can start from a model that does not fit in memory as a whole.
+So a run can start from a model that does not fit into memory.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class TensorFiles(Mapping[str, Tensor]):
     The files stay mapped, so later replacements of the files are not mixed in.
 
     Attributes:
-        shapes: name -> shape of each, from the files' headers.
-        types: name -> type, such as "bf16".
+        shapes: shape of each tensor by name, from the files' headers.
+        types: type of each tensor by name, such as "bf16".
 
     Raises:
-        CorruptState: a file is missing or damaged, or two hold the same tensor.
+        CorruptState: a file is missing or damaged, or two files hold the same tensor.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -77,7 +77,7 @@ class TensorFiles(Mapping[str, Tensor]):
         return tensor
 
     def __contains__(self, name: object) -> bool:
-        return name in self._paths  # without reading it
+        return name in self._paths  # without reading the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._paths)
@@ -89,7 +89,7 @@ class TensorFiles(Mapping[str, Tensor]):
         """Refuses a folder with other tensors than these.
 
         Args:
-            wanted: name -> shape.
+            wanted: shapes by name.
             folder: named in errors.
             optional: names that may be missing.
 
@@ -120,7 +120,7 @@ def finite(name: str, tensor: Tensor) -> Tensor:
 class Checkpoint(Mapping[str, Tensor]):
     """Every tensor of a run's model, fp32, by Hugging Face name. Each is read on look-up.
 
-    A tensor of training alone is in no checkpoint, and has its initial value.
+    A tensor that only training uses is in no checkpoint, and has its initial value.
     """
 
     def __init__(self, run: RunConfig, files: TensorFiles, places: Mapping[str, Stored]) -> None:
@@ -129,7 +129,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     @property
     def is_bf16(self) -> bool:
-        """Whether bf16 holds all of its values exactly."""
+        """Whether bf16 holds all values exactly."""
         return set(self._files.types.values()) == {"bf16"}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -141,7 +141,7 @@ class Checkpoint(Mapping[str, Tensor]):
         return finite(name, self._files.read(self._places[name]))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._shapes  # without reading it
+        return name in self._shapes  # without reading the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
@@ -158,11 +158,11 @@ def open_checkpoint(folder: Path, run: RunConfig) -> Checkpoint:
     Args:
         folder: a Qwen3-MoE, OLMoE, Mixtral or dots.llm1 without shared experts, in fp32, fp16 or
             bf16. It may be whole or in shards with an index, in any of `LAYOUTS`.
-        run: the run whose model it must be.
+        run: the run whose model the checkpoint must have.
 
     Raises:
-        ConfigError: there is no config.json, our decoder cannot compute that model, or it is not
-            the run's. The error names the key or the tensor.
+        ConfigError: there is no config.json, our decoder cannot compute the model, or it is not the
+            run's model. The error names the key or the tensor.
         CorruptState: a file of tensors is missing or damaged.
     """
     folder = folder.expanduser()

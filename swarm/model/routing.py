@@ -18,16 +18,17 @@ _SEED_STEP = 6_364_136_223_846_793_005
 
 @dataclass(frozen=True)
 class RoutingControls:
-    """Influences on the routing of one training step other than weights. Evaluation has none.
+    """Influences on the routing of one training step, apart from weights. Evaluation has none.
 
     Attributes:
-        noise_seed: of the noise of noisy routers. It is explicit, so that a step that is computed
-            twice (after resuming, or for checkpointed activations) routes the same both times.
-        own_expert_bias: added to the logits of owned experts, in the choice alone.
+        noise_seed: seed of the noise of noisy routers. It is explicit, so that a step that is
+            computed twice (after resuming, or for checkpointed activations) routes equally both
+            times.
+        own_expert_bias: added to the logits of owned experts, only for the choice.
         balance_factor: factor of the owned experts' token counts in the balancing loss.
         capacity_factor: see `expert_capacity`. None drops nothing.
         probe: whether the similarity of experts is measured.
-        draw_apart: whether it is measured with gradients, for its loss.
+        draw_apart: whether the similarity is measured with gradients, for its loss.
     """
 
     noise_seed: int = 0
@@ -83,8 +84,8 @@ def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float
 def within_capacity(expert_NK: Tensor, num_experts: int, capacity: int) -> Tensor:
     """The (token, expert) pairs within capacity, bool [N, K].
 
-    All first choices come before all second ones. Within these, the order is that of the tokens.
-    Source: GShard (arXiv 2006.16668, algorithm 1).
+    All first choices come before all second choices. Among first (or second) choices, tokens come
+    in their order. Source: GShard (arXiv 2006.16668, algorithm 1).
     """
     num_tokens, top_k = expert_NK.shape
     expert_P = expert_NK.t().flatten()

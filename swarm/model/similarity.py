@@ -18,16 +18,17 @@ MAX_PAIRS = 4
 MAX_TOKENS = 128
 """Most compared tokens of a pair. MAX_PAIRS * 2 * MAX_TOKENS rows bound the cost."""
 MIN_TOKENS = 16
-"""With fewer tokens the estimate is meaningless. It needs at least 4."""
+"""Fewest tokens for a meaningful estimate. The formula needs at least 4."""
 _LEAST_VARIANCE = 1e-5
-"""For outputs scaled to a sum of squares of 1. The rounding of fp32 is below it."""
+"""Least variance of outputs that are scaled to a sum of squares of 1. The rounding of fp32 is
+smaller."""
 
 
 class Pair(NamedTuple):
-    """Two experts and tokens that both got.
+    """Two experts, and tokens that both experts got.
 
     Attributes:
-        experts: their indices, ascending.
+        experts: indices of the experts, ascending.
         tokens: int64 [n], the first tokens that they share.
     """
 
@@ -38,7 +39,7 @@ class Pair(NamedTuple):
 def cka(x_nD: Tensor, y_nD: Tensor) -> Tensor:
     """Similarity of two representations of the same tokens: 1 if equal, about 0 if unrelated.
 
-    Clamped to -1 to 1, because the estimate may exceed these. It is 0 if one side is the same for
+    Clamped to -1 to 1, because the estimate may exceed this range. It is 0 if one side is equal for
     all tokens. Rotation, scaling and shifts of either side do not change it. The kernel is linear,
     and the estimate of HSIC is unbiased. The biased estimate, which SimSMoE uses, gives D / (D + n)
     for independent outputs. That is far above 0 for fewer tokens than dimensions.
@@ -57,7 +58,7 @@ def cka(x_nD: Tensor, y_nD: Tensor) -> Tensor:
 
 
 def _gram(x_nD: Tensor) -> Tensor:
-    """Products of the tokens' representations, except those of a token with itself.
+    """Products of the tokens' representations, except products of a token with itself.
 
     Representations are first centered and scaled. Neither changes the result, and both keep fp32
     accurate.
@@ -101,7 +102,7 @@ def similarity(x_ND: Tensor, pairs: list[Pair], expert: Callable[[Tensor, int], 
 
     Args:
         x_ND: the layer's input.
-        pairs: of `shared_tokens`.
+        pairs: the pairs that `shared_tokens` gave.
         expert: the output [n, D] of an expert for some tokens [n, D].
     """
     found = []

@@ -18,7 +18,7 @@ class Stage:
 
     Attributes:
         layers: ascending, at least one. They are consecutive, except in a stage of several chunks.
-        num_layers: of the model.
+        num_layers: number of layers of the whole model.
     """
 
     layers: Sequence[int]
@@ -46,7 +46,7 @@ class Stage:
 
     @property
     def chunks(self) -> tuple[Stage, ...]:
-        """Its runs of consecutive layers, each as a separate stage."""
+        """The stage's runs of consecutive layers, each as a separate stage."""
         starts = [layer for layer in self.layers if layer - 1 not in self.layers]
         stops = [layer + 1 for layer in self.layers if layer + 1 not in self.layers]
         runs = zip(starts, stops, strict=True)
@@ -56,7 +56,7 @@ class Stage:
         """Whether a tensor of the model belongs to this stage.
 
         Args:
-            name: its Hugging Face name, or that of a stack of owned experts.
+            name: the Hugging Face name of the tensor, or that of a stack of owned experts.
             tied: whether the embedding is the head.
         """
         layer = layer_of(name)

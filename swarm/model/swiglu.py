@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 GROUPED_ROWS = 2**17
-"""The most rows of one grouped product, unless one expert has more. They are enough to fill a GPU,
-and limit their seven buffers to a few GB for every sequence length."""
+"""The most rows of one grouped product, unless one expert has more. This number of rows fills a
+GPU, and limits the seven buffers of the rows to a few GB for every sequence length."""
 
 
 GROUPING_GPUS = (9, 10)
@@ -46,7 +46,7 @@ class Plan:
         ends_E: int32, last row of each group plus one, on the device. Copying `starts` from the
             host again would wait for all queued work of the device.
         num_owned: number of groups of owned experts.
-        kept_NK: the computed pairs. None for all.
+        kept_NK: the computed pairs. None: all pairs.
     """
 
     token_M: Tensor
@@ -80,8 +80,8 @@ def plan_rows(
         group_NK: the group of each (token, expert) pair. Owned experts have the lowest numbers.
         num_groups: number of experts.
         num_owned: number of owned experts.
-        multiple: rows of a group are padded to a multiple of this. 1 does not pad.
-        kept_NK: the pairs that get a row, at least one. None for all.
+        multiple: rows of a group are padded to a multiple of this number. 1 does not pad.
+        kept_NK: the pairs that get a row, at least one. None: all pairs.
 
     Cost: one wait for the device, because the group sizes are needed as integers. Leaving pairs out
     takes a second wait.
@@ -110,11 +110,11 @@ def plan_rows(
 
 @dataclass(frozen=True)
 class Block:
-    """Rows that are computed together: those of one expert, or of a whole stack.
+    """Rows that are computed together: the rows of one expert, or of a whole stack.
 
     Attributes:
-        rows: their range in the sorted rows.
-        owned: whether `matrices` refers to the owned stack or to the frozen one.
+        rows: range of the block in the sorted rows.
+        owned: whether `matrices` refers to the owned stack or to the frozen stack.
         matrices: the experts of the block.
         ends: int32 ends of the groups in a grouped product. None for one expert.
     """
@@ -126,7 +126,7 @@ class Block:
 
 
 def blocks(plan: Plan, *, grouped: bool) -> Iterator[Block]:
-    """Cuts the sorted rows into blocks without empty ones.
+    """Cuts the sorted rows into blocks, none of them empty.
 
     Args:
         plan: the sorted rows.
@@ -145,7 +145,7 @@ def blocks(plan: Plan, *, grouped: bool) -> Iterator[Block]:
 
 
 def _runs(plan: Plan, low: int, high: int, most_rows: int) -> Iterator[tuple[int, int]]:
-    """Cuts groups into runs with a limit of rows, but at least one group."""
+    """Cuts groups into runs. A run has at most `most_rows` rows, unless it is a single group."""
     first = low
     for group in range(low, high):
         if group > first and plan.starts[group + 1] - plan.starts[first] > most_rows:
@@ -197,7 +197,7 @@ def write_outer(left_m: Tensor, right_m: Tensor, block: Block, gradient_E: Tenso
 def sum_pairs(rows_M: Tensor, row_NK: Tensor, weight_NK: Tensor | None = None) -> Tensor:
     """Sums the (weighted) rows of each token in fp32, in the order of k: [N, ...].
 
-    It gathers, so that the order of the sum depends neither on ownership nor on threads.
+    It gathers rows, so that the order of the sum depends neither on ownership nor on threads.
     """
     total = torch.zeros((), device=rows_M.device)
     for k in range(row_NK.shape[1]):
@@ -215,7 +215,7 @@ each step."""
 
 
 class Stack(Protocol):
-    """One matrix of each of several experts, in any stored form."""
+    """The same matrix of several experts, in any stored form."""
 
     def dense(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """The matrices of some experts as a [E, out, in] tensor of `dtype`."""
@@ -261,8 +261,8 @@ def mix_experts(
         weight_NK: fp32 weight of each of a token's experts. Pairs that the plan leaves out must
             have a constant 0, because the returned gradient of their weight is meaningless.
         owned: matrices of the owned experts, fp32 or in the compute type, gate and up [E, I, D],
-            down [E, D, I]. Only these, in fp32, and the two arguments before get gradients. An
-            expert without tokens gets zeros.
+            down [E, D, I]. Only these matrices, in fp32, and the two arguments before get
+            gradients. An expert without tokens gets zeros.
         setting: the plan, the frozen experts and the compute type.
 
     Returns:
@@ -324,7 +324,7 @@ def rows_back(dout_ND: Tensor, kept: Sequence[Tensor], setting: Setting) -> RowG
         dout_ND: gradient of the mixed outputs.
         kept: the tokens and their routing weights, gate(x) and up(x) from `rows_through`, and the
             owned masters.
-        setting: as in forward.
+        setting: the same setting as in forward.
     """
     x_ND, weight_NK, gate_MI, up_MI, *owned = kept
     found = RowGradients(setting, x_ND, dout_ND, weight_NK, owned)
@@ -339,9 +339,9 @@ class RowGradients:
     """Gradients of the rows, of the routing weights and of the owned matrices.
 
     Attributes:
-        x_MD: of the rows, in the compute type.
-        weight_M: of the routing weight of each row, fp32. Undefined for padding.
-        matrices: of the owned gate, up and down matrices, fp32.
+        x_MD: gradient of the rows, in the compute type.
+        weight_M: gradient of the routing weight of each row, fp32. Undefined for padding.
+        matrices: gradients of the owned gate, up and down matrices, fp32.
     """
 
     def __init__(
@@ -369,8 +369,8 @@ class RowGradients:
         dout_mD = self.dout_ND.index_select(0, token_m)
         silu_mI = F.silu(gate_mI)
         inner_mI = silu_mI * up_mI
-        # The routing weight is applied here, at I columns, and not at the output. Its own gradient,
-        # out . dout, is then inner . (dout @ down), so the output need not be kept.
+        # The routing weight is applied here, at I columns, and not at the output. The weight's
+        # gradient, out . dout, is then inner . (dout @ down), so the output need not be kept.
         dinner_mI = times(dout_mD, down, block)
         self.weight_M[block.rows] = (dinner_mI * inner_mI).sum(-1, dtype=self.weight_M.dtype)
         dinner_mI.mul_(scale_m)

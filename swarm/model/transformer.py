@@ -62,10 +62,11 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers and the last norm, or the part of these in one stage of a pipeline.
 
-    Where processes share a micro-batch, the residual stream of each is [1, n, D] for its n tokens.
+    Where processes share a micro-batch, the residual stream of each process is [1, n, D] for its n
+    tokens.
 
     Attributes:
-        stage: its part of the model. Other layers are missing.
+        stage: the present part of the model. Other layers are missing.
         tokens: the tokens of its residual stream.
     """
 
@@ -114,7 +115,7 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, list[moe.Routing]]:
         """Passes the residual stream, fp32 [B, T, D], through the stage or some of its layers.
 
-        `length` is T, also where processes share the tokens.
+        `length` is T, even where processes share the tokens.
         """
         positions = rotary_tables(length, self.dim_per_head, self.rope_theta, x_BTD.device)
         positions = positions._replace(documents=documents)
@@ -172,15 +173,15 @@ class Transformer(nn.Module):
     Args:
         model: sizes and variants.
         owned: the experts that this peer trains, in every layer.
-        frozen: storage of the others.
+        frozen: storage of the other experts.
         compute: type of all matrix products. Norms, router, softmaxes and losses stay fp32.
         recompute: layers that backward computes again.
-        device: of all tensors.
-        pieces: its components.
-        stage: its layers, with the ends next to them. None for all.
+        device: device of all tensors.
+        pieces: the model's components.
+        stage: the model's layers, with the ends next to them. None: all layers.
 
     Attributes:
-        stage: its part of the model.
+        stage: the present part of the model.
         banks: the holders of experts, by layer.
     """
 
@@ -218,7 +219,7 @@ class Transformer(nn.Module):
 
     @property
     def owned_here(self) -> tuple[int, ...]:
-        """The owned experts whose masters are in this model. All, unless processes share them."""
+        """Owned experts whose masters are in this model: all, unless processes share experts."""
         return self._bank.owned_here
 
     def own(self, experts: Sequence[int]) -> None:
@@ -232,11 +233,11 @@ class Transformer(nn.Module):
             bank.own(owned)
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
-        """Stable name -> parameter that gets gradients, in the order of the layers.
+        """The parameters that get gradients, by stable name, in the order of the layers.
 
         Shared tensors have their Hugging Face name. Owned experts are stacked per layer and
         projection, such as `model.layers.0.mlp.experts.owned.gate_proj` [owned, I, D], with expert
-        `owned_here[k]` in row k. Without owned experts there are none.
+        `owned_here[k]` in row k. Without owned experts there are no stacks.
         """
         return {
             name: value
@@ -272,7 +273,7 @@ class Transformer(nn.Module):
             stack.put(row, tensor)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of its tensor with a Hugging Face name. Raises BadBlob as `read`."""
+        """The shape of the tensor with a Hugging Face name. Raises BadBlob like `read`."""
         if name not in self._shapes:
             raise BadBlob("name", unknown(name))
         return self._shapes[name]
@@ -293,9 +294,9 @@ class Transformer(nn.Module):
         """Losses of one micro-batch.
 
         Args:
-            tokens_BT1: B sequences of T + 1 token ids. Each id predicts the next one.
+            tokens_BT1: B sequences of T + 1 token ids. Each id predicts the next id.
             loss: weights of the terms.
-            controls: of a training step. None in evaluation.
+            controls: controls of a training step. None in evaluation.
             masked: masks of attention and predictions. The router's terms are always means over all
                 tokens, because the router handles all of them.
         """
@@ -313,7 +314,7 @@ class Transformer(nn.Module):
         controls: RoutingControls | None = None,
         masked: Masked = UNMASKED,
     ) -> Losses:
-        """The same from the normalized last residual stream and the terms of all routers."""
+        """Like `losses`, from the normalized last residual stream and the terms of all routers."""
         tokens = self.model.tokens
         hidden_ND, labels_N, mean_over = masked.scored(hidden_BTD, tokens_BT1[:, 1:], tokens)
         hidden_ND = hidden_ND.to(self.compute)
@@ -331,7 +332,7 @@ class Transformer(nn.Module):
 
     @property
     def _bank(self) -> moe.ExpertBank:
-        """Any bank. All own the same experts."""
+        """Any bank, since all own the same experts."""
         return self.banks[self.stage.layers[0]]
 
     def _head(self) -> Tensor:

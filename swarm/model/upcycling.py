@@ -47,13 +47,13 @@ class Recipe:
         num_experts: copies of each MLP, E.
         top_k: experts of a token, K.
         router: "normal" is N(0, 1e-4), which spreads tokens at once and hardly changes the output.
-            "zeros" is SPES's, with which all tokens go to the same experts at first.
+            "zeros", SPES's router, first sends all tokens to the same experts.
         noise: standard deviation of noise that is added to each element of an expert with a
             probability of one half. 0 adds nothing.
-        norm_topk_prob: whether the weights of the chosen experts are divided by their sum. If not,
-            they add up to about K / E, so `down_proj` is multiplied by E / K.
+        norm_topk_prob: whether the weights of the chosen experts are divided by their sum.
+            Undivided weights add up to about K / E, so `down_proj` is multiplied by E / K.
         exact_spes: never changes `down_proj`, and gives a tied head its own copy, as SPES does.
-        seed: of router and noise.
+        seed: seed of router and noise.
     """
 
     num_experts: int = 8
@@ -75,7 +75,7 @@ class Upcycling:
     """The conversion of one dense checkpoint to a mixture.
 
     Args:
-        folder: of a dense Qwen3 (which becomes a Qwen3-MoE) or Llama (a Mixtral).
+        folder: folder of a dense Qwen3 (which becomes a Qwen3-MoE) or Llama (a Mixtral).
         recipe: options.
 
     Attributes:
@@ -159,11 +159,11 @@ class Upcycling:
         """Writes the mixture as an export, with the tokenizer's files of the checkpoint.
 
         Memory holds one shard, twice while it is written, and one dense matrix. `named` is
-        `tensors()`, perhaps wrapped by a counter.
+        `tensors()`, which a counter may wrap.
 
         Raises:
             ConfigError: `out` is the checkpoint's own folder.
-            CorruptState: as `tensors`.
+            CorruptState: for the reasons given at `tensors`.
         """
         if out.exists() and out.samefile(self.folder):
             raise ConfigError(f"{out} is the checkpoint's own folder", hint="name another --out")

@@ -1,1 +1,1 @@
-"""The view of a person on a run: a projection of records, and how it is drawn."""
+"""A person's view of a run: computes the swarm's state from records, and draws the state."""

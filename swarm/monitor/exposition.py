@@ -28,7 +28,7 @@ class Family:
 
     Attributes:
         labels: names of the labels.
-        read: samples of a snapshot; samples without a value are left out.
+        read: yields the samples of a snapshot. Samples without a value are left out.
     """
 
     metric: Metric
@@ -39,10 +39,10 @@ class Family:
 
 
 def exposition(state: Row) -> bytes:
-    """All families of a snapshot; without a snapshot, only its health.
+    """All families of a snapshot. Without a snapshot, only the health.
 
-    Only peers that speak for the run are included. Sums over samples would otherwise count all
-    others, and each key that a stranger makes would be a new series.
+    Only peers that speak for the run are included. Otherwise sums over samples would count
+    strangers, and each key that a stranger makes would be a new series.
     """
     registry = CollectorRegistry()
     registry.register(_Collector(_speaking(state)))
@@ -50,7 +50,7 @@ def exposition(state: Row) -> bytes:
 
 
 def _speaking(state: Row) -> Row:
-    """The same as `Snapshot.speaking`."""
+    """The snapshot with only the peers of `Snapshot.speaking`."""
     if "peers" not in state or state["members"] is None or not state["live"]:
         return state
     return {**state, "peers": [peer for peer in state["peers"] if peer["votes"] is not None]}
@@ -71,7 +71,7 @@ class _Collector(Collector):
 
 
 def help_of(metric: Metric) -> str:
-    """The definition, in one line."""
+    """The definition of a metric, in one line."""
     return f"{metric.title}, {metric.unit}: {metric.counts}; {metric.is_not}."
 
 
@@ -151,7 +151,7 @@ def _seen(state: Row) -> Iterator[Sample]:
 
 
 def _scores(state: Row) -> Iterator[Sample]:
-    """The scores of each publisher's newest round with a score; rounds are not labels."""
+    """The scores of each publisher's newest scored round, since rounds are not labels."""
     newest: dict[tuple[str, str, str], Row] = {}
     for score in state["scores"]:
         labels = (score["task"], score["metric"], score["publisher"])
@@ -263,4 +263,4 @@ FAMILIES = (
     Family(metrics.COVERAGE, "swarm_text_percent", (), _coverage),
     Family(metrics.SCORE, "swarm_score", ("task", "metric", "publisher"), _scores),
 )
-"""Every metric once; the first is exported even when there is no snapshot."""
+"""Every metric once. The first metric is exported even when there is no snapshot."""

@@ -1,4 +1,4 @@
-"""The health of a run in one word, the faults of its peers, their causes, and what to do."""
+"""The health of a run in one word, and the faults of its peers with causes and remedies."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SILENT_S = 2 * HEARTBEAT_S
 """A peer whose record did not change for this long has missed two heartbeats."""
 SLOW_TIMES = 1.5
 SLOW_S = 1.0
-"""A peer is slow if it was busy for more than `SLOW_TIMES` the others' median, and for `SLOW_S`
-more than this median."""
+"""A peer is slow if its busy time exceeds both `SLOW_TIMES` times the others' median and this
+median plus `SLOW_S`."""
 WAITING = "averaging"
 """The phase that is mostly the wait for others."""
 _GOING = (PeerState.LEAVING, PeerState.FINISHED)
@@ -31,8 +31,8 @@ _TOO_MUCH = "fewer experts for it (--capacity), a faster machine, or round.secon
 class Fault(Enum):
     """Possible faults of a peer, the worst first."""
 
-    DEAD = "dead"  # its machine says that nothing listens there
-    CUT = "cut"  # others get no answer from it, or it gets none from them
+    DEAD = "dead"  # its machine says that the port is closed
+    CUT = "cut"  # messages between it and others get no answer
     SILENT = "silent"  # no peer has heard from it, and no peer knows why
     TROUBLE = "trouble"  # its machine waits for a person, for example with a full disk
     LATE = "late"  # the round was decided while it still trained
@@ -61,7 +61,7 @@ class Cause:
 
 
 def causes_of(snapshot: Snapshot) -> tuple[Cause, ...]:
-    """All known causes, the worst first; only the worst of each peer."""
+    """All known causes, the worst first, but only the worst cause of each peer."""
     found = [*_unheard(snapshot), *_troubled(snapshot), *_uncounted(snapshot), *_slow(snapshot)]
     worst: dict[PeerId, Cause] = {}
     order = list(Fault)
@@ -81,7 +81,7 @@ def _with_remedy(cause: Cause) -> Cause:
 
 
 def _unheard(snapshot: Snapshot) -> list[Cause]:
-    """Peers that others do not reach, and peers without news for too long."""
+    """Peers that others do not reach, and peers that were silent for too long."""
     rows = {row.record.peer_id: row for row in snapshot.speaking}
     said = _accusations(snapshot)
     found = []
@@ -90,7 +90,8 @@ def _unheard(snapshot: Snapshot) -> list[Cause]:
         for by, of in said:
             partners.setdefault(by, set()).add(of)
             partners.setdefault(of, set()).add(by)
-        # If two peers miss each other, the one that more others miss is named, or the absent one.
+        # Of two peers that miss each other, the peer that more others miss is named, or the absent
+        # one.
         peer = max(
             partners, key=lambda p: (len(partners[p]), p not in rows, _unheard_s(rows, p), p)
         )
@@ -159,7 +160,7 @@ def _troubled(snapshot: Snapshot) -> list[Cause]:
 
 
 def _uncounted(snapshot: Snapshot) -> list[Cause]:
-    """Members that the newest round left out, in their own words and in the convener's."""
+    """Members that the newest round left out, with their own reason and the convener's."""
     convener: dict[PeerId, str] = {}
     for row in snapshot.speaking:
         if row.record.last_round and row.record.last_round.round == snapshot.round:
@@ -180,7 +181,7 @@ def _uncounted(snapshot: Snapshot) -> list[Cause]:
 
 
 def _slow(snapshot: Snapshot) -> list[Cause]:
-    """Peers that were busy far longer in their last round than the others in theirs."""
+    """Peers that were busy far longer in their last round than the other peers."""
     busy = {row.record.peer_id: _busy_s(row) for row in snapshot.speaking if row.record.last_round}
     found = []
     for row in snapshot.speaking:
@@ -211,16 +212,16 @@ def _longest(row: PeerRow) -> str:
 
 
 USUAL_ROUNDS = 20
-"""The usual round is the median of this many."""
+"""The usual round is the median of this many rounds."""
 STALLED_TIMES = 3.0
 STALLED_S = 60.0
 """A run stalls if its round exceeds both `STALLED_TIMES` usual rounds and `STALLED_S` seconds."""
 MAX_CAUSES = 2
-"""Limit of causes in the reason; the snapshot has all."""
+"""Limit of causes in the reason. The snapshot has all causes."""
 
 
 class Word(Enum):
-    """States of a run; the worst that applies counts."""
+    """States of a run. The worst state that applies counts."""
 
     GATHERING = "gathering"  # the founder waits for peers
     FINISHED = "finished"  # all rounds are done
@@ -235,7 +236,7 @@ class Word(Enum):
 
 @dataclass(frozen=True)
 class Health:
-    """A word, and the figures or names behind it in one sentence."""
+    """A state, and the figures or names that explain it in one sentence."""
 
     word: Word
     reason: str
@@ -243,11 +244,11 @@ class Health:
 
 @dataclass(frozen=True)
 class Pace:
-    """The speed of a run; None for figures not yet known.
+    """The speed of a run. None for figures that are not yet known.
 
     Attributes:
-        round_s: the usual round: the median of the last `USUAL_ROUNDS` that the monitor saw whole;
-            before there is one, the median of the last rounds that peers report.
+        round_s: the usual round: the median of the last `USUAL_ROUNDS` that the monitor saw whole,
+            or before the first of these, of the last rounds that peers report.
         committed_per_s: tokens per second that entered the model, over the same rounds.
         utilisation: tokens per second that entered the model, divided by the sum of the peers'
             tokens/s in that round; median over the same rounds.
@@ -261,7 +262,7 @@ class Pace:
 
 
 def health_of(snapshot: Snapshot) -> Health:
-    """The health of the run: the worst word that applies, with its known causes."""
+    """The health of the run: the worst state that applies, with its known causes."""
     found = _of_causes(snapshot)
     if snapshot.ends_with is None or found.word not in (Word.HEALTHY, Word.DEGRADED):
         return found
@@ -330,7 +331,7 @@ def _health(snapshot: Snapshot) -> Health:
 
 
 def waiting_text(snapshot: Snapshot) -> str:
-    """A sentence on experts that wait for an owner, frozen; empty if none does."""
+    """A sentence on experts that wait for an owner, frozen. Empty if every expert has an owner."""
     waiting = [row.expert for row in snapshot.experts if not row.owners]
     if not waiting:
         return ""
@@ -343,7 +344,7 @@ def waiting_text(snapshot: Snapshot) -> str:
 
 
 def pace_of(snapshot: Snapshot) -> Pace:
-    """The speed, from the rounds that the monitor saw whole, else from the peers' last ones."""
+    """The speed, from rounds that the monitor saw whole, or else from the peers' last rounds."""
     whole = [point for point in snapshot.rounds if point.seconds is not None][-USUAL_ROUNDS:]
     taken = [point.seconds for point in whole if point.seconds is not None] or [
         row.record.last_round.seconds for row in snapshot.speaking if row.record.last_round
@@ -353,7 +354,7 @@ def pace_of(snapshot: Snapshot) -> Pace:
     round_s = statistics.median(taken)
     measured = [p.committed_per_s for p in whole if p.committed_per_s is not None]
     committed = statistics.median(measured) if measured else None
-    # Each round by the pace of its own steps: machines may be busier now than they were then.
+    # Uses the pace in each round, because machines may be busier now than they were then.
     shares = [
         p.committed_per_s / max(p.tokens_per_s, 1e-9)
         for p in whole

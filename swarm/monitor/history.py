@@ -1,6 +1,6 @@
-"""History that records lose: losses, merges, rounds and events of earlier looks.
+"""History that is no longer in records: losses, merges, rounds and events of earlier looks.
 
-A peer's history adds rounds before the first look; a file keeps all across the monitor's restarts.
+A peer's history adds rounds before the first look. A file keeps all across restarts of the monitor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 MAX_POINTS = 2000
-"""Limit of losses and of rounds; older ones are left out."""
+"""Limit of losses and of rounds. Older entries are left out."""
 MAX_MERGES = 64
 MAX_EVENTS = 300
 
@@ -42,8 +42,8 @@ def with_history(snapshot: Snapshot, before: Snapshot | None) -> Snapshot:
     """The snapshot with the history of an earlier one of the same run, and the changes since.
 
     Args:
-        snapshot: of a look, with the losses and merges in its records.
-        before: the result of the previous look; ignored if it is of another run.
+        snapshot: snapshot of a look, with the losses and merges in its records.
+        before: the result of the previous look. Ignored if it is of another run.
     """
     snapshot = replace(snapshot, peers=_heard(snapshot, before))
     if before is None or before.run_id != snapshot.run_id:
@@ -64,7 +64,7 @@ def with_history(snapshot: Snapshot, before: Snapshot | None) -> Snapshot:
 
 
 def _heard(snapshot: Snapshot, before: Snapshot | None) -> tuple[PeerRow, ...]:
-    """The peers; one whose record has not changed keeps the time when it was first seen."""
+    """The peers. An unchanged record keeps the time when it was first seen."""
     old = {row.record.peer_id: row for row in before.peers} if before else {}
     return tuple(
         replace(row, heard=known.heard)
@@ -82,7 +82,7 @@ def _point(snapshot: Snapshot, before: tuple[RoundPoint, ...]) -> Iterable[Round
     if snapshot.run_id is None or (last and snapshot.round <= last.round):
         return
     passed = snapshot.at - last.at if last else 0.0
-    # The first point was seen in the middle of a round, so the next one has no whole round.
+    # The first look was in the middle of a round, so the second point has no whole round either.
     whole = last if last and len(before) > 1 and passed > 0 else None
     known = snapshot.tokens is not None and whole is not None and whole.tokens is not None
     speaking, members = snapshot.speaking, snapshot.members
@@ -169,9 +169,9 @@ class Earlier:
     """The history of one run before the first look.
 
     Attributes:
-        run: its id; None if no line names it.
+        run: id of the run. None if no line names it.
         losses: (round, held-out loss in nats per token), ascending.
-        events: rounds, merges and reforms, oldest first; each manifest once.
+        events: rounds, merges and reforms, oldest first, each manifest once.
     """
 
     run: str | None
@@ -180,7 +180,7 @@ class Earlier:
 
 
 def earlier_of(lines: Iterable[str]) -> Earlier:
-    """Reads histories of peers of one run, one after the other; torn lines are skipped.
+    """Reads the joined histories of peers of one run. Lines that were cut short are skipped.
 
     Raises:
         ValueError: a whole line is no event of this version, or the runs differ.
@@ -206,7 +206,7 @@ def earlier_of(lines: Iterable[str]) -> Earlier:
 
 
 def with_earlier(first: Snapshot, before: Snapshot | None, earlier: Earlier) -> Snapshot:
-    """A snapshot in place of a look before the first one, with history that records have lost."""
+    """A snapshot in place of a look before `first`, with history that is no longer in records."""
     known = before or replace(first, rounds=(), events=())
     seen = known.events[0].at if known.events else first.at
     older = tuple(event for event in earlier.events if event.at < seen)
@@ -231,7 +231,7 @@ def _happening(time: float, event: Applied) -> Happening:
 
 @dataclass(frozen=True)
 class Kept:
-    """The part of a snapshot that a history file keeps; see `Snapshot`."""
+    """The part of a snapshot that a history file keeps. See `Snapshot` for the fields."""
 
     run_id: str | None
     losses: tuple[tuple[int, Real], ...]
@@ -255,12 +255,12 @@ def encode_kept(kept: Kept) -> bytes:
 
 
 def decode_kept(encoded: bytes) -> Kept:
-    """Reads the bytes of `encode_kept`; entries that cannot be read are skipped with a warning.
+    """Reads the bytes of `encode_kept`. Entries that cannot be read are skipped with a warning.
 
     An earlier version kept claims of strangers: absurd losses, and infinite sums as null.
 
     Raises:
-        ValueError: the bytes are something else.
+        ValueError: the bytes are not those of `encode_kept`.
     """
     try:
         return _SCHEMA.validate_json(encoded)
@@ -277,7 +277,7 @@ def decode_kept(encoded: bytes) -> Kept:
 
 
 def recalled(snapshot: Snapshot, kept: Kept) -> Snapshot | None:
-    """A snapshot of the look before the restart; None if the file is of another run.
+    """A snapshot of the look before the restart. None if the file is of another run.
 
     Changes while the monitor was stopped are shown for losses, rounds and merges, not for peers.
     """

@@ -13,10 +13,10 @@ class Metric:
     """One figure.
 
     Attributes:
-        title: as shown above a column or before a value.
-        unit: of the value.
-        counts: its definition, and when it changes.
-        is_not: a figure that it is easily confused with.
+        title: text above a column or before a value.
+        unit: unit of the value.
+        counts: definition of the figure, and when it changes.
+        is_not: what people may mistake the figure for.
     """
 
     title: str
@@ -309,7 +309,7 @@ def swarm_tokens_per_s(snapshot: Snapshot) -> float:
 def bytes_per_round(snapshot: Snapshot) -> tuple[float, float] | None:
     """Blob bytes (sent, received) in the last round, mean over the peers that speak for the run.
 
-    None if there is no such peer.
+    None if no peer speaks for the run.
     """
     rows = [row.record for row in snapshot.speaking]
     if not rows:
@@ -320,5 +320,5 @@ def bytes_per_round(snapshot: Snapshot) -> tuple[float, float] | None:
 
 
 def glossary() -> str:
-    """All definitions, one a line."""
+    """All definitions, one on each line."""
     return "\n".join(f"{m.title} ({m.unit}): {m.counts}; {m.is_not}." for m in METRICS)

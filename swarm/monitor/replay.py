@@ -19,8 +19,8 @@ def frames(run_id: str, histories: Mapping[str, Sequence[Event]]) -> Iterator[Sn
     """The snapshots that a monitor would have shown when each manifest was first applied.
 
     Args:
-        run_id: of the run.
-        histories: name of a peer -> its events, oldest first.
+        run_id: id of the run.
+        histories: events of each peer, oldest first, by the peer's name.
 
     Raises:
         KeyError: an event lacks a field that peers write.
@@ -63,7 +63,7 @@ def frames(run_id: str, histories: Mapping[str, Sequence[Event]]) -> Iterator[Sn
 
 
 def _newest(by_digest: dict[str, Event], tip: Event) -> Event | None:
-    """A peer's last manifest up to a tip's height; the tip itself if the peer applied it later."""
+    """A peer's last manifest up to a tip's height, or the tip itself if the peer has applied it."""
     found = by_digest.get(tip["digest"])
     earlier = (e for e in reversed(by_digest.values()) if e["height"] <= tip["height"])
     return found or next(earlier, None)

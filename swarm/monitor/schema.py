@@ -1,7 +1,7 @@
-"""The one schema of the monitor: `--json`, `/snapshot.json`, the page's events, `/metrics`.
+"""The only schema of the monitor: of `--json`, `/snapshot.json`, the page's events, `/metrics`.
 
-Each field is described in swarm/monitor/README.md. Figures in `peers` that are not described here
-are those of `PeerRecord` (swarm/protocol/records/records.py), under the same names.
+Each field is described in swarm/monitor/README.md. Other figures in `peers` are those of
+`PeerRecord` (swarm/protocol/records/records.py), with the same names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from swarm.monitor.snapshot import Coverage, ExpertRow, Merge, PeerRow, Snapshot
 
 
 class HealthJson(TypedDict):
-    """`Health`; `unreachable` if the look failed: all else is from the last successful look."""
+    """`Health`. `unreachable` if the look failed: all else is from the last successful look."""
 
     word: Literal[
         "gathering",
@@ -162,7 +162,7 @@ class ExpertJson(TypedDict):
 
 
 class MergeJson(TypedDict):
-    """A merge; `ExpertJson` lists its donors while it is the newest merge for that expert."""
+    """A merge. `ExpertJson` lists the donors of the newest merge that named the expert."""
 
     generation: str
     round: int
@@ -218,7 +218,7 @@ class EventJson(TypedDict):
 
 
 class SnapshotJson(TypedDict):
-    """The whole snapshot; None and [] mean unknown."""
+    """The whole snapshot. None and [] mean unknown."""
 
     run_id: str | None
     name: str
@@ -255,8 +255,8 @@ def as_json(snapshot: Snapshot, unreachable: str | None = None) -> SnapshotJson:
     """The form that scripts and pages may rely on, ready for `json.dumps`.
 
     Args:
-        snapshot: of the last successful look.
-        unreachable: why the look after it failed, if it did.
+        snapshot: snapshot of the last successful look.
+        unreachable: why a later look failed. None if it did not fail.
     """
     health, newest = health_of(snapshot), _newest_merges(snapshot)
     return {
@@ -338,7 +338,7 @@ def _expert(row: ExpertRow, round_: int, donors: tuple[tuple[int, ...], ...]) ->
 
 
 def _newest_merges(snapshot: Snapshot) -> Mapping[int, tuple[tuple[int, ...], ...]]:
-    """Expert -> donors by layer in the newest merge that named them."""
+    """Donors of each expert, by layer, in the newest merge that named donors of the expert."""
     found: dict[int, tuple[tuple[int, ...], ...]] = {}
     for merge in snapshot.merges:
         found |= merge.donors

@@ -1,4 +1,4 @@
-"""The page: static files, the snapshot, its changes as server-sent events, and metrics."""
+"""The monitor's page: static files, the snapshot, its changes as server-sent events, metrics."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ TAILS = ("events", "rounds", "losses")
 """Lists that grow at the end, and are cut at the beginning."""
 
 KEPT = 3
-"""Versions that a slow listener may be behind before it gets the full state again."""
+"""Versions that a listener may be behind without getting the full state again."""
 
 State = Mapping[str, Any]
 Wake = tuple[asyncio.AbstractEventLoop, asyncio.Event]
 
 
 class Feed:
-    """Snapshots, shown by one writer's thread and read by the server's event loop."""
+    """Snapshots. One thread writes them, and the server's event loop reads them."""
 
     def __init__(self, max_listeners: int) -> None:
-        """Has nothing to show yet; accepts this many listeners at a time."""
+        """Begins without a snapshot. Accepts at most `max_listeners` at a time."""
         self._max_listeners = max_listeners
         self._lock = threading.Lock()
         self._state: State = _without_snapshot("looking for the run")
         self._version = 0
         self._texts: dict[int, str] = {}
-        """Version that a listener has -> the event that brings it to the newest version."""
+        """The event that leads to the newest version, by the version that a listener has."""
         self._older: dict[int, State] = {0: self._state}
         self._listeners: list[Wake] = []
         self.closed = False
 
     @property
     def state(self) -> State:
-        """A `SnapshotJson`; before the first one, only its `health`."""
+        """A `SnapshotJson`. Before the first snapshot, only its `health`."""
         return self._state
 
     @property
@@ -65,11 +65,11 @@ class Feed:
         return len(self._listeners)
 
     def show(self, snapshot: SnapshotJson) -> None:
-        """Shows the newest snapshot; from any thread."""
+        """Shows the newest snapshot. Callable from any thread."""
         self._replace(dict(snapshot))
 
     def lose(self, reason: str) -> None:
-        """A look failed: the last state stays, marked as unreachable; from any thread."""
+        """Records a failed look: marks the last state as unreachable. Callable from any thread."""
         health = {"health": {"word": "unreachable", "reason": reason}}
         self._replace({**self._state, **health})
 
@@ -79,7 +79,7 @@ class Feed:
         self._wake()
 
     def listen(self) -> Wake | None:
-        """The signal of a new version; None when there are too many listeners."""
+        """The signal of a new version. None if there are too many listeners."""
         if len(self._listeners) >= self._max_listeners:
             return None
         wake = (asyncio.get_running_loop(), asyncio.Event())
@@ -91,11 +91,10 @@ class Feed:
         self._listeners.remove(wake)
 
     def since(self, version: int | None) -> tuple[int, str]:
-        """The newest version, and the server-sent event that leads there; "" if there is none.
+        """The newest version, and the server-sent event that leads to it. "" if there is no event.
 
         Args:
-            version: the listener's; None at first. The whole state is sent if it is None or too
-                old.
+            version: the listener's version. The whole state is sent if it is None or too old.
         """
         with self._lock:
             if version == self._version:
@@ -128,8 +127,8 @@ class Feed:
 def difference(before: State, after: State) -> dict[str, Any]:
     """The change from one snapshot to another: `set`, `rows` and `tails`, each by field.
 
-    `rows` has the changed rows, and the order of all if that changed. `tails` has the number of
-    entries cut at the beginning, and the entries added at the end.
+    `rows` has the changed rows, and the order of all rows if the order changed. `tails` has the
+    number of entries cut at the beginning, and the entries added at the end.
     """
     change: dict[str, Any] = {"set": {}, "rows": {}, "tails": {}}
     for field, value in after.items():
@@ -146,7 +145,7 @@ def difference(before: State, after: State) -> dict[str, Any]:
 
 
 def event(kind: str, value: Mapping[str, Any]) -> str:
-    """A server-sent event; JSON has no line ends.
+    """A server-sent event. Its JSON has no line ends.
 
     Raises:
         ValueError: a number is not finite, which no browser would read.
@@ -192,7 +191,7 @@ HEADERS = {
 
 
 def application(feed: Feed, name: str = "localhost") -> ASGIApp:
-    """The page of one feed; `name` is an additional name of this machine."""
+    """The page of one feed. `name` is an additional name of this machine."""
 
     def snapshot(_: Request) -> Response:
         return JSONResponse(feed.state, status_code=200 if "peers" in feed.state else 503)
@@ -226,8 +225,8 @@ def application(feed: Feed, name: str = "localhost") -> ASGIApp:
 def names_this_machine(host: str, name: str) -> bool:
     """Whether the Host header of a request names this machine.
 
-    Attackers can point a name of theirs at any address, but they need such a name. So a host may
-    be any address; a name must be one of the machine's own or the given one.
+    Attackers can point names of their own at any address, so a name must be `name` or one of the
+    machine's names. Any address is accepted.
     """
     called = re.sub(r":\d*$", "", host).strip("[]").lower().removesuffix(".")
     own = socket.gethostname().lower()
@@ -244,7 +243,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
     """A socket that listens, so that a port in use is reported before anything starts.
 
     Raises:
-        ConfigError: the address cannot be listened on.
+        ConfigError: the process cannot listen on the address.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -299,7 +298,7 @@ class _Server(uvicorn.Server):
 
 
 class _Guard:
-    """Answers only GET, by the names of this machine; adds the same headers to every answer."""
+    """Answers only GET requests to a name of this machine. Adds the same headers to each answer."""
 
     def __init__(self, app: ASGIApp, name: str) -> None:
         self._app, self._name = app, name

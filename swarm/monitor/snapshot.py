@@ -1,9 +1,8 @@
-"""The current state of the swarm: a pure projection of records and of the newest manifest.
+"""The current state of the swarm, computed only from records and the newest manifest.
 
-A peer's row is its own record and nothing else, so its generation, round and digest belong
-together. Owners and versions of experts come from the manifest, if one could be fetched. Only
-members by that manifest speak for the run, and they come first: anybody may sign a record with any
-figure.
+A peer's row is its own record only, so its generation, round and digest belong together. Owners and
+versions of experts come from the manifest, if one could be fetched. Only members by that manifest
+speak for the run, and members come first: any stranger may sign a record with any figure.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class ScoreRow:
 
     publisher: PeerId
     member: bool | None
-    """Whether the publisher is a member by the newest manifest; None without a manifest."""
+    """Whether the publisher is a member by the newest manifest. None without a manifest."""
     manifest_digest: Digest
     round: int
     task: str
@@ -46,7 +45,7 @@ class ScoreRow:
 
     @property
     def what(self) -> tuple[PeerId, Digest, str, str]:
-        """The key of a score; the later of two scores with equal keys counts."""
+        """The key of a score. Of two scores with equal keys, the later one counts."""
         return self.publisher, self.manifest_digest, self.task, self.metric
 
 
@@ -62,7 +61,7 @@ def score_rows(
 
 
 def in_order(scores: Iterable[ScoreRow]) -> tuple[ScoreRow, ...]:
-    """At most `MAX_SCORES`. Scores of members come first, so that no others displace them."""
+    """At most `MAX_SCORES`. Members' scores come first, so that strangers cannot displace them."""
     found = sorted(
         scores,
         key=lambda s: (s.member is not True, -s.round, s.task, s.metric, s.publisher, s.value),
@@ -79,7 +78,7 @@ class Agreement(Enum):
     """How a peer's tip relates to the swarm's."""
 
     EQUAL = "equal"  # the same manifest
-    BEHIND = "behind"  # an earlier one of the same generation
+    BEHIND = "behind"  # an earlier manifest of the same generation
     AHEAD = "ahead"  # a later one of the same generation: records are read at different times
     DIFFERENT = "different"  # another manifest of the same height, or another generation
 
@@ -89,14 +88,14 @@ class Sighting:
     """All records read of one run.
 
     Attributes:
-        run: its id; None while its founder gathers peers, when it has none yet.
+        run: id of the run. None while its founder gathers peers, before the run has an id.
         name: the name in its configuration.
         peers: presence records that have not expired, by the peer that signed them.
         merges: merge announcements, by the peer that signed them.
         validations: held-out losses, by the peer that signed them.
         tip: the newest manifest, if a peer sent it.
         published: when a peer published its presence, in seconds since 1970 by its own clock.
-        at: when this was read, in seconds since 1970.
+        at: when the records were read, in seconds since 1970.
         wait_for_peers: number of peers that a gathering founder waits for.
         scores: published scores of the run's models, by the peer that signed them.
     """
@@ -120,15 +119,15 @@ class PeerRow:
     record: PeerRecord
     agreement: Agreement
     votes: bool | None = None
-    """Whether the peer votes, by the newest manifest; None for a stranger, or without manifest."""
+    """Whether the peer votes, by the newest manifest. None for a stranger or without a manifest."""
     counted: int = 0
     """Number of rounds that have counted a trainee, out of `TRIAL_ROUNDS`."""
     contributed: bool | None = None
-    """Whether its work is in the newest round's mean; None without a manifest."""
+    """Whether its work is in the newest round's mean. None without a manifest."""
     published: float | None = None
-    """When its record was published: seconds since 1970 by its own clock; None if unknown."""
+    """When its record was published: seconds since 1970 by its own clock. None if unknown."""
     heard: float | None = None
-    """When a look first found this record, by the monitor's clock; None in a replay."""
+    """When a look first found this record, by the monitor's clock. None in a replay."""
 
     @property
     def called(self) -> str:
@@ -150,8 +149,8 @@ class Merge:
     """A merge as its owners announced it.
 
     Attributes:
-        donors: expert -> most similar experts of each layer, best first; for experts whose
-            owners announced the merge.
+        donors: of each expert whose owners announced the merge, the most similar experts in each
+            layer, the best first.
     """
 
     generation: str
@@ -177,7 +176,7 @@ class Coverage:
     dealt: int
     """Windows that the members read now."""
     open: int
-    """Windows that were dealt and not counted; they are dealt again next."""
+    """Windows that were dealt and not counted. They are dealt again next."""
 
     @property
     def laps(self) -> int:
@@ -186,7 +185,7 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """Counted share of the lap after the whole ones, from 0 up to 1."""
+        """Counted share of the lap after the whole laps, from 0 up to 1."""
         return self.counted % self.windows / self.windows
 
     @property
@@ -201,13 +200,13 @@ class RoundPoint:
 
     Attributes:
         at: seconds since 1970 at that look.
-        seconds: since the round before; None if its beginning was not seen. If a look missed
-            rounds, the mean over them.
-        tokens: of all rounds up to this one; None without a manifest.
+        seconds: time since the round before. None if no look saw the beginning of the round. If
+            looks missed rounds, the mean over these rounds.
+        tokens: tokens of all rounds up to this round. None without a manifest.
         train_loss: mean of the last local steps' loss over the speaking peers, in nats per token.
         tokens_per_s: sum over the speaking peers that train.
         present: number of speaking peers.
-        contributors: peers whose work is in the mean; None without a manifest.
+        contributors: number of peers whose work is in the mean. None without a manifest.
     """
 
     round: int
@@ -219,7 +218,8 @@ class RoundPoint:
     present: int
     contributors: int | None
     committed_per_s: float | None = None
-    """Tokens per second that entered the model since the round before; None like `seconds`."""
+    """Tokens per second that entered the model since the round before. None if `seconds` is
+    None."""
 
 
 class Topic(Enum):
@@ -243,7 +243,7 @@ class Happening:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The swarm at one moment; `losses` are (round, held-out loss), ascending."""
+    """The swarm at one moment. `losses` are (round, held-out loss), ascending."""
 
     run_id: str | None
     name: str
@@ -261,11 +261,11 @@ class Snapshot:
     coverage: Coverage | None = None
     """None without a manifest, and if every peer has its own text."""
     bits_per_byte_of_nat: float | None = None
-    """Bits per byte that equal one nat per token of the losses; None before the first."""
+    """Bits per byte that equal one nat per token of the losses. None before the first loss."""
     at: float = 0.0
-    """When it was read, in seconds since 1970."""
+    """When the records were read, in seconds since 1970."""
     live: bool = True
-    """False in a replay: a history has no states, refusals or links of peers."""
+    """False in a replay, since a history has no states, refusals or links of peers."""
     wait_for_peers: int = 0
     """Number of peers that a gathering founder waits for."""
     step: int | None = None
@@ -280,13 +280,13 @@ class Snapshot:
     quorum: bool | None = None
     """Whether the present voters can decide a round."""
     ends_with: PeerId | None = None
-    """The only one of several members that is vouched for: without it no round is decided."""
+    """The only vouched member of several members. Without this peer no round is decided."""
     rounds: tuple[RoundPoint, ...] = ()
     """Rounds that the monitor saw, oldest first; see `swarm.monitor.history`."""
     events: tuple[Happening, ...] = ()
     """Events that the monitor saw, oldest first."""
     scores: tuple[ScoreRow, ...] = ()
-    """In the order of `in_order`."""
+    """Published scores, in the order of `in_order`."""
 
     @property
     def speaking(self) -> tuple[PeerRow, ...]:
@@ -305,7 +305,7 @@ class Snapshot:
         return next(rows, f"…{peer[-6:]}")
 
     def names(self, peers: Sequence[PeerId]) -> str:
-        """Display names of some peers, the first ones if they are many."""
+        """Display names of some peers. Of many peers, only the first names."""
         named = ", ".join(map(self.called, peers[:MAX_NAMED]))
         return named if len(peers) <= MAX_NAMED else f"{named} and {len(peers) - MAX_NAMED} more"
 
@@ -341,7 +341,7 @@ def snapshot_of(seen: Sighting) -> Snapshot | None:
 
 
 def without_peers(last: Snapshot) -> Snapshot:
-    """The last look at a run, once none of its peers is present."""
+    """The snapshot after the last look at a run, when none of its peers is present."""
     members = {row.record.peer_id for row in last.peers if row.votes is not None}
     absent = tuple(sorted({*last.absent, *members}))
     return replace(last, peers=(), absent=absent, quorum=None if last.members is None else False)
@@ -361,7 +361,7 @@ def _row(record: PeerRecord, seen: Sighting, agreement: Agreement) -> PeerRow:
 
 
 def _by_manifest(found: Snapshot, tip: Manifest, present: Mapping[PeerId, object]) -> Snapshot:
-    """The fields that come from the newest manifest only."""
+    """The snapshot with the fields that only the newest manifest has."""
     return replace(
         found,
         reasons=tip.reasons,
@@ -377,7 +377,7 @@ def _by_manifest(found: Snapshot, tip: Manifest, present: Mapping[PeerId, object
 
 
 def _tip_of(tip: Manifest | None, rows: list[PeerRecord]) -> tuple[str, int, int, Digest]:
-    """Generation, height, round and digest: the manifest's, else those of most peers."""
+    """Generation, height, round and digest: of the manifest, or else of most peers."""
     if tip:
         return tip.generation, tip.height, tip.round, tip.digest
     said = [(row.manifest_digest, row.height, row.generation, row.round) for row in rows]
@@ -408,7 +408,7 @@ def _experts(tip: Manifest | None, rows: list[PeerRecord]) -> tuple[ExpertRow, .
 
 
 def coverage_of(tip: Manifest) -> Coverage | None:
-    """How much of the common text the agreed training has read; None if each peer has its own."""
+    """How much of the common text the agreed training has read. None if each has its own text."""
     text = tip.founding.text
     if text is None:
         return None
@@ -423,7 +423,7 @@ def _version(tip: Manifest, expert: int) -> int | None:
 
 
 def _of_members(records: Mapping[PeerId, Kind], tip: Manifest | None) -> Mapping[PeerId, Kind]:
-    """Records of members; all records without a manifest, which alone names the members."""
+    """Records of members. All records without a manifest, since only a manifest names members."""
     return {peer: record for peer, record in records.items() if not tip or peer in tip.members}
 
 

@@ -24,7 +24,7 @@ Point = tuple[float, float]
 
 
 def braille(points: Sequence[Point], width: int, height: int) -> list[str]:
-    """A line through (x, y) points, ascending in x; the largest y touches the top.
+    """A line through (x, y) points, ascending in x. The largest y touches the top.
 
     Returns:
         `height` strings of `width` characters.
@@ -48,7 +48,7 @@ def _scaled(points: Sequence[Point], columns: int, rows: int) -> list[tuple[int,
 
 
 def _line(start: tuple[int, int], stop: tuple[int, int]) -> list[tuple[int, int]]:
-    """Every dot between two, by linear interpolation."""
+    """Every dot between two dots, by linear interpolation."""
     (x0, y0), (x1, y1) = start, stop
     count = max(abs(x1 - x0), abs(y1 - y0), 1)
     return [
@@ -58,7 +58,7 @@ def _line(start: tuple[int, int], stop: tuple[int, int]) -> list[tuple[int, int]
 
 
 def workers_line(name: str, workers: WorkersFigures) -> Text:
-    """The waits of a peer's workers, and which of them the others wait for."""
+    """The waits of a peer's workers, and the workers that the others wait for."""
     said = f"{printable(name)}: {workers.number}, {workers.step_s:.3g} s a step"
     said += f", {sum(workers.shares.values()):.0%} {metrics.BETWEEN.title}"
     if workers.bubble is not None and workers.expected is not None:
@@ -79,7 +79,7 @@ AGREEMENT_STYLES = {
 }
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 MAX_NAMED = 4
-"""If more peers than this say the same, they are only counted."""
+"""Most peers with the same text that are named. More peers are only counted."""
 MIN_ROUNDS = 20
 """Least number of rounds in the loss curve, if the run has that many."""
 UNKNOWN_OWNER = "?"
@@ -91,7 +91,7 @@ Keys = Mapping[PeerId, Text]
 
 
 def keys_of(rows: Sequence[PeerRow]) -> Keys:
-    """A coloured letter (or number) for each peer, by which the view refers to it."""
+    """A coloured letter (or number) for each peer, which stands for the peer in the view."""
     names = [*LETTERS, *(str(number) for number in range(len(LETTERS), len(rows)))]
     return {
         row.record.peer_id: Text(names[position], style=f"bold {COLOURS[position % len(COLOURS)]}")
@@ -183,13 +183,13 @@ def _state(row: PeerRow) -> str:
 
 
 def _name(name: str, width: int) -> str:
-    """Cut in the middle, since names begin alike and end with a part of the peer id."""
+    """The name, cut in the middle: names begin alike, and end with a part of the peer id."""
     name = printable(name)
     return name if len(name) <= width else f"{name[: width - 6]}…{name[-5:]}"
 
 
 def experts_map(snapshot: Snapshot, keys: Keys, width: int, max_lines: int) -> list[Text]:
-    """Owners of each expert, and the round of its last change; ranges if that is too large."""
+    """Owners of each expert, and the round of its last change. Ranges if the map is too large."""
     cells = [
         (
             Text(str(row.expert), style="dim"),
@@ -235,8 +235,8 @@ def _owner_ranges(snapshot: Snapshot, keys: Keys) -> Text:
 def loss_plot(losses: Sequence[tuple[int, float]], width: int, height: int) -> list[Text]:
     """The held-out loss by round, with its newest value in the title.
 
-    Only the newer half of a long run is shown. Next to the first rounds, the later ones would be a
-    flat line.
+    Only the newer half of a long run is shown. Beside the high losses of the first rounds, later
+    losses would be a flat line.
     """
     if not losses:
         title = Text(f"{metrics.VAL_LOSS.title}: none yet", style="dim")
@@ -343,7 +343,7 @@ def _score_lines(snapshot: Snapshot) -> list[Text]:
 
 
 def _coverage_line(coverage: Coverage) -> Text:
-    """Shares of a lap; the rest is not dealt yet."""
+    """Counted, dealt and open shares of a lap. The rest is not dealt yet."""
     line = Text.assemble(
         (f"{metrics.COVERAGE.title}  ", "dim"),
         f"{100 * coverage.share:.1f}% of lap {coverage.laps + 1}",
@@ -388,7 +388,7 @@ def _merge_lines(merge: Merge) -> list[Text]:
 
 
 def reason_lines(snapshot: Snapshot, keys: Keys, width: int, max_lines: int) -> list[Text]:
-    """Faults, then the last decisions: of the newest manifest and of each peer; equal ones once."""
+    """Faults, then the last decisions of the newest manifest and of each peer, equal texts once."""
     wrong = [Text(printable(cause.text), style="yellow") for cause in causes_of(snapshot)]
     said: dict[str, list[Text]] = {reason: [] for reason in snapshot.reasons}
     rows = sorted(snapshot.peers, key=lambda row: row.agreement is not Agreement.EQUAL)
@@ -403,7 +403,7 @@ def reason_lines(snapshot: Snapshot, keys: Keys, width: int, max_lines: int) -> 
 
 
 def _wrapped(lines: Sequence[Text], width: int, max_lines: int) -> list[Text]:
-    """Lines cut to a width; those that have room continue on the next line."""
+    """Lines cut to a width. While lines are left, a long line continues on the next."""
     shown, room = [], max_lines - len(lines)
     for line in lines:
         while room and line.cell_len > width:
@@ -417,7 +417,7 @@ def _wrapped(lines: Sequence[Text], width: int, max_lines: int) -> list[Text]:
 
 
 def _with_keys(reason: str, keys: Keys) -> list[Text]:
-    """The sentence with each peer's key in place of its long id."""
+    """The sentence with each peer's key in place of the peer's long id."""
     parts = PEER_ID.split(printable(reason))
     return [keys.get(part, Text(_short(part))) for part in parts]
 
@@ -468,7 +468,7 @@ def render(snapshot: Snapshot, *, width: int, height: int) -> RenderableType:
     tall = height >= TALL
     experts = experts_map(snapshot, keys, width, max_lines=6 if tall else 3)
     reasons = reason_lines(snapshot, keys, width, max_lines=6 if tall else 3)
-    # Two lines of header, one of column titles, three empty ones.
+    # Two lines of header, one line of column titles, three empty lines.
     left = height - 6 - len(experts) - len(reasons)
     rows = snapshot.peers[: max(left - MIN_PLOT_LINES, 1)]
     hidden = len(snapshot.peers) - len(rows)

@@ -1,1 +1,1 @@
-"""What crosses the wire: the only package that imports hivemind."""
+"""All that crosses the wire; the only package that imports hivemind."""

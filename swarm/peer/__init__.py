@@ -1,1 +1,1 @@
-"""One peer of a run: local steps, offers and adoption, its state on disk, its status."""
+"""One peer of a run: its local steps, offers and adoptions, state on disk, and status."""

@@ -1,4 +1,4 @@
-"""A guest's view of a run: what the monitor shows, for a program or a script."""
+"""A guest's view of a run, as the monitor shows it, for a program or a script."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ logger = logging.getLogger(__name__)
 
 START_S = 8.0
 LOOK_S = 4.0
-"""Limit of each of two reads. A first look takes 4 s on an idle machine, and must stay below 15."""
+"""Limit of each of a look's two reads. A first look takes 4 s on an idle machine, and must take
+less than 15 s."""
 TIP_S = 2.5
 REFRESH_S = 2.0
 PEERS_A_SECOND = 16
-"""The records of 256 peers are 3 MB, and peers publish them every 8 s. In larger runs looks take
-longer and are rarer."""
+"""At this rate the records of all peers are read. Those of 256 peers have 3 MB, so in larger runs
+looks take longer and are rarer."""
 
 
 class History(Protocol):
@@ -37,20 +38,21 @@ class History(Protocol):
         """The state before the first look."""
 
     def keep(self, snapshot: Snapshot) -> None:
-        """Keeps what is new.
+        """Saves the new parts of a snapshot.
 
         Raises:
-            OSError: it cannot be written; the next call tries again.
+            OSError: the history cannot be written; the next call tries again.
         """
 
 
 @dataclass
 class Watch:
-    """Looks at one run again and again; remembers state that newer records no longer show."""
+    """Reads the state of one run repeatedly; remembers facts that newer records no longer show."""
 
     observer: Observer
     store: BlobStore
-    """Holds the observer's manifests. Emptied after each look: they would add up, one a round."""
+    """Has the observer's manifests. Emptied after each look, since there is a new one each
+    round."""
     wanted: str | None
     history: History | None = None
     announced: Announced | None = None
@@ -62,8 +64,8 @@ class Watch:
         """The swarm now.
 
         Raises:
-            NobodyReachable: no run is announced, or none of its peers is present. A run whose end
-                was seen raises nothing: its last state stays, without peers.
+            NobodyReachable: no run is announced, or none of its peers is present. After the end of
+                a run was seen, its last state is returned, without peers.
         """
         try:
             return self._look()
@@ -80,7 +82,7 @@ class Watch:
                 self.tip = None
         run, deadline_s = self.announced.record.run, LOOK_S + self._all_said_s / 2
         seen = self.observer.look(run, deadline_s)
-        if not seen.peers:  # on a slow link the first read may miss late records
+        if not seen.peers:  # on a slow link the first read may miss some records
             seen = self.observer.look(run, deadline_s)
         had_tip = self.tip is not None
         if self._is_stale(seen):
@@ -115,7 +117,7 @@ class Watch:
         return self.before
 
     def _keep(self, history: History, snapshot: Snapshot) -> None:
-        """Writes the history. The view survives a failing disk; a change is logged once."""
+        """Writes the history. A failing disk does not end the view; each failure is logged once."""
         try:
             history.keep(snapshot)
         except OSError as error:
@@ -133,19 +135,19 @@ class Watch:
 
     @property
     def _all_said_s(self) -> float:
-        """Seconds between looks that keep this reader within its share of the DHT's traffic."""
+        """Seconds between looks with which this reader keeps to its share of the DHT's traffic."""
         if self.tip:  # the first look uses the announced number
             return len(self.tip.members) / PEERS_A_SECOND
         announced = self.announced.record.wait_for_peers if self.announced else 0
         return min(announced, MAX_RECORDS_PER_KEY) / PEERS_A_SECOND
 
     def _is_stale(self, seen: Seen) -> bool:
-        """Whether any peer has a tip other than the one known here."""
+        """Whether any peer has another tip than the one known here."""
         digest = self.tip.digest if self.tip else None
         return any(record.manifest_digest != digest for record in seen.peers.values())
 
     def _renew_tip(self, seen: Seen) -> None:
-        """Fetches the newest tip; without an answer the last one stays."""
+        """Fetches the newest tip; without an answer, keeps the last one."""
         assert self.announced is not None
         if self.announced.record.state is RunState.GATHERING:
             return
@@ -162,12 +164,13 @@ class Watch:
 def look(
     addresses: Sequence[str], run_id: str | None = None, vouched: Digest | None = None
 ) -> Snapshot:
-    """A run as the monitor sees it: its peers, owners of experts, losses and last merges.
+    """The state of a run, as in the monitor: peers, owners of experts, losses and last merges.
 
-    It enters the network as a guest that publishes nothing, looks once and leaves: some 5 s.
+    Enters the network as a guest that publishes nothing, reads once and leaves. This takes some 5
+    s.
 
     Args:
-        addresses: of peers of the run, such as `Peer.addresses`.
+        addresses: addresses of peers of the run, such as `Peer.addresses`.
         run_id: which run, if several are announced there.
         vouched: digest of a manifest that the caller trusts; None trusts the run's first.
 

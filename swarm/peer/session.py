@@ -1,4 +1,4 @@
-"""A peer of one run, from a program or a notebook: found, join or resume; train; stop; close."""
+"""A peer of one run, for programs and notebooks: found, join or resume; train; stop; close."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ THIS_MACHINE = PeerConfig()
 class Peer:
     """One peer that takes part in one run, from its construction until `close`.
 
-    It answers others in a thread of its own; `train` works in the thread that made the peer. Use it
-    in a `with` statement, or call `close`.
+    A separate thread answers other peers; `train` works in the thread that made the peer. Use a
+    peer in a `with` statement, or call `close`.
 
     Attributes:
         run: the run's configuration.
         run_id: the run's name, a hyphen and 16 hex digits.
-        peer_id: of this peer.
-        addresses: with which others may join; empty if this machine cannot be dialed.
+        peer_id: id of this peer.
+        addresses: addresses at which others may join; empty if this machine cannot be dialed.
         status: the status that this peer publishes.
     """
 
@@ -161,17 +161,16 @@ class Peer:
         Args:
             run: what is trained, and how; see `swarm.load_run`.
             folder: the state directory of this peer; made if missing.
-            config: of this machine.
-            weights: every tensor before the first step, by Hugging Face name, such as
-                `swarm.load_export` gives, for a run with `run.initial = "given"`; None for those
-                that follow from the run's seed.
+            config: configuration of this machine.
+            weights: every tensor before the first step, by Hugging Face name, as from
+                `swarm.load_export`, for a run with `run.initial = "given"`; None for weights from
+                the run's seed.
             tokenizer: folder with a tokenizer.json, for a run with `data.tokenizer = "file"`; it
                 travels with the run.
             observer: notified of events; see `PeerObserver`.
 
         Raises:
-            ConfigError, DataError, StateError: a person must fix something here; the error says
-                what.
+            ConfigError, DataError, StateError: a person must fix the problem that the error names.
             NetworkDown: libp2p's daemon did not start.
         """
 
@@ -198,13 +197,13 @@ class Peer:
         Args:
             addresses: such as `/ip4/203.0.113.7/tcp/31330/p2p/ID`; some may be unreachable.
             folder: the state directory of this peer; made if missing.
-            config: of this machine.
-            wanted: which run, if several are announced there; the invitation, if one is needed.
+            config: configuration of this machine.
+            wanted: the run, if several are announced there, and the invitation, if one is needed.
             observer: notified of events.
 
         Raises:
             NobodyReachable: none of the addresses answers, or none announces a run.
-            RunMismatch: the run is not the wanted one.
+            RunMismatch: the run is not the wanted run.
             TextMismatch, DataError: this machine's text is not the run's.
         """
         network = config.network.model_copy(update={"initial_peers": tuple(addresses)})
@@ -231,13 +230,13 @@ class Peer:
 
         Args:
             folder: the state directory.
-            config: of this machine.
-            run_id: which run; None for the one that the peer was in last.
+            config: configuration of this machine.
+            run_id: id of the run. None for the run that the peer was in last.
             observer: notified of events.
 
         Raises:
             StateError: there is no such run in the directory.
-            CorruptState: the state there is damaged, and nobody else has a copy.
+            CorruptState: the state there is damaged, and no other peer has a copy.
         """
 
         def resuming(starter: Starter) -> Started:
@@ -264,8 +263,8 @@ class Peer:
         Args:
             folder: the state directory; made if missing.
             wanted: which run. A run with a configuration is founded if nobody announces it.
-            config: of this machine.
-            stop: the request to leave; until the peer is in a run it raises `Stopped`.
+            config: configuration of this machine.
+            stop: the request to leave; before the peer is in a run, it raises `Stopped`.
             observer: notified of events.
 
         Raises:
@@ -350,7 +349,7 @@ class Peer:
         return self.tip
 
     def stop(self) -> None:
-        """Asks to leave: `train` finishes its round, hands its experts over and returns.
+        """Asks to leave: `train` finishes its round, hands over its experts and returns.
 
         May be called from any thread, and from a callback. Leaving takes at most
         `config.peer.leave_timeout_s`.
@@ -358,10 +357,10 @@ class Peer:
         self._stop.ask()
 
     def serve(self, seconds: float) -> None:
-        """Keeps answering others after the training, until `stop` is called.
+        """Continues to answer other peers after the training, until `stop` is called.
 
         Args:
-            seconds: how long it serves after the last fetch; a day in all at most.
+            seconds: how long to serve after the last fetch; a day in all at most.
         """
         traffic = self._traffic
         for _ in serving(self._stop, lambda: traffic.blob_bytes_sent, seconds):
@@ -371,13 +370,13 @@ class Peer:
         """Every tensor of the agreed state at `tip`, by Hugging Face name, in its agreed type.
 
         Raises:
-            CorruptState: a newer state has replaced this one, whose blobs were removed.
+            CorruptState: a newer state has replaced this state, whose blobs were removed.
         """
         started = self._started
         return dict(named_tensors(started.layout, self.tip, started.store))
 
     def close(self) -> None:
-        """Ends everything that this peer has started; its state directory can be resumed."""
+        """Ends all threads and processes of this peer; it can resume from its state directory."""
         self._ending.close()
 
     def __enter__(self) -> Peer:

@@ -1,1 +1,1 @@
-"""Local steps of one peer, which trains its owned tensors and freezes all others. No network."""
+"""Local steps of one peer, which trains its owned tensors and freezes the others; no network."""

@@ -1,4 +1,4 @@
-"""An engine that steps down to a level with less memory when memory runs out, and trains on."""
+"""An engine that continues with a level of less memory when memory runs out."""
 
 # `Engine` documents the methods.
 # ruff: noqa: D102
@@ -68,11 +68,11 @@ def next_below(
 
 
 class SteppingEngine:
-    """An `Engine` that replaces its inner engine by the next level below when memory runs out.
+    """An `Engine` that replaces its inner engine by the next lower level when memory runs out.
 
     The failed call is then repeated. A step that did not fit has changed nothing, so the next
-    engine makes it from the same values. The state moves to the next engine through a file, and
-    masters lose no bit. Moments are rounded if the next engine keeps them in a smaller format.
+    engine makes the step from the same values. The state moves to the next engine through a file,
+    and masters lose no bit. Moments are rounded if the next engine has a smaller format.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class SteppingEngine:
 
         Args:
             run: the model.
-            options: of the first engine.
-            below: of the engines that may follow, in order.
-            folder: on a disk with room for a state that moves to the next engine. None for the
-                system's folder for temporary files.
+            options: options of the first engine.
+            below: options of the engines that may follow, in order.
+            folder: a folder on a disk with room for a state that moves to the next engine. None for
+                the system's folder for temporary files.
             fits: predicts whether an engine fits. Called before more experts are owned.
 
         Raises:
@@ -114,7 +114,7 @@ class SteppingEngine:
 
     @property
     def levels(self) -> tuple[EngineOptions, ...]:
-        """The present level, and the remaining ones below."""
+        """The present level, and the remaining levels below."""
         return (self.options, *self._below)
 
     # ------------------------------------------------ as `Engine`
@@ -175,7 +175,7 @@ class SteppingEngine:
         return self._now.borrows
 
     def lend(self, named: Mapping[str, Tensor]) -> None:
-        """See `Engine`. After a step down the tensors are copies until the next call."""
+        """See `Engine`. After a step down, the tensors are copies until the next call."""
         self._now.lend(named)
 
     def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
@@ -203,7 +203,7 @@ class SteppingEngine:
         self._ask(lambda engine: engine.load_state_dict(state))
 
     def close(self) -> None:
-        """See `Engine`. Also works after no level was left."""
+        """See `Engine`. May also be called after no level was left."""
         if self._engine is not None:
             self._engine.close()
 
@@ -228,12 +228,12 @@ class SteppingEngine:
                 return question(self._now)
             except (MemoryError, RuntimeError) as error:
                 found = _memory_error(error)
-                # The frames of the error hold tensors of the engine that is to be freed.
+                # The frames of the error hold tensors of the engine that will be freed.
                 error.__traceback__ = None
             self._step_down(found)
 
     def _step_down(self, found: str) -> None:
-        self._wait()  # until readers of the old engine are done
+        self._wait()  # until no thread reads the old engine
         if not self._now.intact:
             raise OutOfMemory(
                 f"memory ran out in the middle of an update or of a change of experts: {found}",
@@ -266,8 +266,8 @@ class SteppingEngine:
     def _carry(self) -> tuple[EngineState, TensorFile]:
         """Writes the state of the old engine to files, a tensor at a time.
 
-        So memory never holds the states of two engines. The peak is the larger engine and one
-        tensor, in fp32 and as stored.
+        So memory never holds the states of two engines. The peak is the larger engine plus one
+        tensor, in fp32 and in its stored form.
 
         Returns:
             The state and the frozen tensors. Each tensor is read from a file when it is looked up.

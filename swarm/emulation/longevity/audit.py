@@ -1,7 +1,8 @@
-"""The same must hold after a month as on the first day: sizes, files, timers, threads, rates.
+"""Checks that a month changes nothing: sizes, files, timers, threads and rates stay as they were.
 
-Sizes are sampled through the month. The last quarter is compared with the second one. A bounded
-size has reached its bound by then, and a size that grows with time has doubled.
+Sizes are sampled through the month, and the last quarter is compared with the second. A bounded
+size has reached its bound in the second quarter. A size that grows with time about doubles between
+these quarters.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from typing import Any
 from swarm.emulation.longevity.month import DAY_S, World
 
 GROWTH = 1.25
-"""A bounded size in the last quarter is at most so many times its size in the second."""
+"""Largest ratio of a bounded size in the last quarter to its size in the second quarter."""
 SLACK = 24
-"""Entries by which a container may grow all the same, as the work under way differs."""
+"""Entries by which any container may grow, because the work under way differs."""
 SLACK_BYTES = 256 * 1024
-"""Bytes by which memory may grow all the same."""
+"""Bytes by which memory may always grow."""
 SLACK_BLOCKS = 20_000
-"""Allocated blocks of Python by which the process may grow all the same."""
+"""Allocated blocks of Python by which the process may always grow."""
 SLACK_FILE_BYTES = 16 * 1024
-"""Bytes by which files of one kind may grow all the same."""
+"""Bytes by which files of one kind may always grow."""
 SAMPLES = 48
 FAILED = "%s failed; it begins again in %g s"
-"""The text that `swarm.background` logs of supervised work."""
+"""The text that `swarm.background` logs when supervised work fails."""
 MAX_DEPTH = 14
 
 
@@ -42,9 +43,9 @@ class Allowed:
 
     Attributes:
         pattern: part of the name of a size.
-        per_day: growth that a day may bring.
-        why: reason why the growth is intended.
-        most: the largest final size; inf for growth without end.
+        per_day: largest growth in a day.
+        why: the reason why the growth is intended.
+        most: the largest final size. inf for growth without end.
     """
 
     pattern: str
@@ -55,17 +56,17 @@ class Allowed:
 
 @dataclass
 class Rate:
-    """Something that has to happen again and again."""
+    """An event that has to happen regularly."""
 
     name: str
     count: Callable[[], float]
     every_s: float
-    """The longest mean time from one occurrence to the next, without outages."""
+    """The longest mean time from one event to the next, without outages."""
     seen: list[tuple[float, float]] = field(default_factory=list)
 
 
 class Broken(Exception):
-    """The month has shown faults; the text names all of them."""
+    """The month has shown faults. The text names all of them."""
 
 
 @dataclass
@@ -73,7 +74,7 @@ class Audit:
     """Samples a world and judges it.
 
     Attributes:
-        roots: long-lived objects by name. Everything that they reach through our classes is
+        roots: long-lived objects by name. All objects that they reach through our classes are
             measured.
         folders: folders whose files are measured, by name.
         allowed: growth that is intended.
@@ -93,16 +94,16 @@ class Audit:
     """Faults that the scenario itself has found."""
 
     def rate(self, name: str, every_s: float, count: Callable[[], float]) -> None:
-        """Demands that a count rises by one within `every_s`, on average between two samples."""
+        """Demands that a count rises by one within `every_s`, on average between samples."""
         self.rates.append(Rate(name, count, every_s))
 
     def demand(self, holds: bool, what: str) -> None:
-        """Notes a fault unless something holds."""
+        """Notes a fault unless a condition holds."""
         if not holds and what not in self.facts:
             self.facts.append(what)
 
     def sample(self) -> None:
-        """Measures everything now."""
+        """Measures all sizes now."""
         now_s, sizes = self.world.now_s, dict[str, float]()
         for name, size in lengths(list(self.roots.values())):
             sizes[name] = sizes.get(name, 0) + size
@@ -125,11 +126,11 @@ class Audit:
             rate.seen.append((now_s, rate.count()))
 
     def _own_bytes(self) -> float:
-        """About the bytes of these samples themselves."""
+        """The approximate bytes of these samples themselves."""
         return sum(100 * len(sizes) for _, sizes in self.samples)
 
     def problems(self) -> list[str]:
-        """Everything that was not as required."""
+        """Texts of all faults."""
         return [
             *self.facts,
             *self._growing(),
@@ -140,7 +141,7 @@ class Audit:
         ]
 
     def require_sound(self) -> None:
-        """Raises Broken if something was not as required."""
+        """Raises Broken if there were faults."""
         if problems := self.problems():
             raise Broken("; ".join(problems))
 
@@ -262,8 +263,8 @@ class Scale:
     """How long a scenario lasts.
 
     Attributes:
-        days: of virtual time.
-        rounds: of the run in it.
+        days: days of virtual time.
+        rounds: rounds of the run in this time.
     """
 
     days: float
@@ -271,17 +272,17 @@ class Scale:
 
     @property
     def seconds(self) -> float:
-        """Of virtual time."""
+        """Seconds of virtual time."""
         return self.days * DAY_S
 
     @property
     def round_s(self) -> float:
-        """From one round to the next."""
+        """Seconds from one round to the next."""
         return self.seconds / self.rounds
 
 
 def sampler(world: World, scale: Scale, audit: Audit) -> Callable[[], None]:
-    """A function that samples when a sample is due; call it often."""
+    """A function that takes a sample when a sample is due. Call it often."""
     due = count(1)
     next_s = [scale.seconds / SAMPLES]
 

@@ -35,15 +35,15 @@ Item = TypeVar("Item")
 EPOCH_S = 1_790_000_000.0
 """Wall time (seconds since 1970) at which every month begins."""
 BOOT_S = 1000.0
-"""The monotonic clock at that moment."""
+"""The monotonic clock when a month begins."""
 
 
 class Stuck(Exception):
-    """Nothing can happen any more: every thread and task waits for another one."""
+    """Nothing can happen: every thread and task waits for another."""
 
 
 class _Jump:
-    """Takes the place of a selector: time passes where a selector would wait."""
+    """Replaces a selector: virtual time passes where a selector would wait."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
@@ -56,7 +56,7 @@ class _Jump:
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """An event loop whose time is virtual and that opens no descriptor.
+    """An event loop in virtual time, which opens no descriptor.
 
     Attributes:
         now_s: seconds since the month began.
@@ -69,7 +69,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.now_s = 0.0
         self._selector = _Jump(self)
         self.failures: list[str] = []
-        """What asyncio would have logged: exceptions that no code has seen."""
+        """Texts that asyncio would have logged: exceptions that no code has seen."""
         self.set_exception_handler(self._noted)
         self.helpers = 0
         """Calls of `run_in_executor` that have not returned."""
@@ -86,7 +86,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         assert not event_list
 
     def _write_to_self(self) -> None:
-        """Nothing sleeps, so nothing has to be woken."""
+        """Does nothing: no selector sleeps, so none has to be woken."""
 
     def _noted(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -96,7 +96,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Executor | None, func: Callable[..., Result], *args: Any
     ) -> asyncio.Future[Result]:
-        """Runs a function in a virtual thread of the executor, or in one of its own."""
+        """Runs a function in a virtual thread of the executor, or in a new virtual thread."""
         if executor is not None:
             return asyncio.wrap_future(executor.submit(func, *args), loop=self)
         future: asyncio.Future[Result] = self.create_future()
@@ -120,11 +120,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     @property
     def num_timers(self) -> int:
-        """Timers that are set and not cancelled."""
+        """Number of timers that are set and not cancelled."""
         return sum(not handle.cancelled() for handle in self._scheduled)
 
     def forget_cancelled(self) -> None:
-        """Drops cancelled timers, as the loop does by itself once they are many."""
+        """Drops cancelled timers, as the loop itself does once they are many."""
         self._scheduled = [h for h in self._scheduled if not h.cancelled()]
         for handle in self._scheduled:
             handle._scheduled = True  # type: ignore[attr-defined]
@@ -141,33 +141,33 @@ class Threads:
         self.loop = loop
         self.living: set[VirtualThread] = set()
         self.crashed: list[tuple[str, BaseException]] = []
-        """Threads that an exception ended, and that exception."""
+        """Names of threads that an exception ended, and the exceptions."""
         self._hub = getcurrent()
         self._waiting: set[greenlet] = set()
 
     @classmethod
     def of(cls, loop: VirtualLoop) -> Threads:
-        """The threads of a loop; there is one such object for each."""
+        """The threads of a loop. Each loop has one such object."""
         found = cls._of.get(loop)
         if found is None:
             found = cls._of[loop] = cls(loop)
         return found
 
     def forget(self) -> None:
-        """Ends with the loop. Threads that still wait then wait for ever.
+        """Ends with the loop. Threads that still wait will wait for ever.
 
-        They are kept, since a greenlet that is dropped runs its handlers of exceptions once more.
+        They are kept, since a dropped greenlet runs its exception handlers once more.
         """
         self._of.pop(self.loop, None)
         _graveyard.extend(self._waiting)
 
     @property
     def is_inside(self) -> bool:
-        """Whether a virtual thread runs, and not a callback of the loop."""
+        """Whether the running code is in a virtual thread, not in a callback of the loop."""
         return getcurrent() is not self._hub
 
     def spawn(self, work: Callable[[], None]) -> greenlet:
-        """Soon runs a function in a new greenlet."""
+        """Schedules a function, which runs soon in a new greenlet."""
         fresh = greenlet(work, self._hub)
         fresh.gr_context = contextvars.copy_context()  # the machine on which it runs
         self.loop.call_soon(self._switch, fresh, context=contextvars.Context())
@@ -175,21 +175,21 @@ class Threads:
 
     def _switch(self, to: greenlet, value: object = None) -> None:
         running = events._get_running_loop()
-        events._set_running_loop(None)  # a thread has none of its own
+        events._set_running_loop(None)  # a thread has no loop of its own
         try:
             to.switch(value) if to else to.switch()
         finally:
             events._set_running_loop(running)
 
     def park(self, timeout_s: float | None) -> Parked:
-        """A wait of the running thread, which another thread or a time-out ends."""
+        """Begins a wait of the running thread, which another thread or a time-out ends."""
         if not self.is_inside:
             raise AssertionError("a callback of the event loop would block the whole peer")
         self._waiting.add(getcurrent())
         return Parked(self, timeout_s)
 
     def sleep(self, seconds: float) -> None:
-        """As `time.sleep`."""
+        """Like `time.sleep`."""
         if self.is_inside:
             self.park(seconds).wait()
         else:  # a callback that sleeps delays everything
@@ -205,7 +205,7 @@ class Threads:
         self.loop.call_soon(self._switch, parked.greenlet, woken, context=contextvars.Context())
 
     def switch_to_hub(self) -> Any:
-        """Yields; returns the value that `resume` was given."""
+        """Yields. Returns the value that `resume` was given."""
         return self._hub.switch()
 
 
@@ -228,7 +228,7 @@ class Parked:
         self.threads.resume(self, woken=True)
 
     def wait(self) -> bool:
-        """Waits; returns whether it was woken, so not timed out."""
+        """Waits. Returns True if the wait was ended by `wake`, False after a time-out."""
         try:
             return bool(self.threads.switch_to_hub())
         finally:
@@ -236,7 +236,7 @@ class Parked:
 
 
 class VirtualThread:
-    """As `threading.Thread`, as far as the peer uses it."""
+    """Like `threading.Thread`, as far as the peer uses it."""
 
     def __init__(
         self,
@@ -284,7 +284,7 @@ class VirtualThread:
                 parked.wake()
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits until the thread has ended, or for so long."""
+        """Waits until the thread has ended, at most `timeout` seconds."""
         if self._has_ended or self._threads is None or not _world:
             return
         parked = self._threads.park(timeout)
@@ -298,7 +298,7 @@ class VirtualThread:
 
 
 class VirtualEvent:
-    """As `threading.Event`."""
+    """Like `threading.Event`."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -315,11 +315,11 @@ class VirtualEvent:
             parked.wake()
 
     def clear(self) -> None:
-        """Later waits do not see the event as set."""
+        """Makes later waits wait again."""
         self._is_set = False
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until the event is set, or for so long; returns whether it is set."""
+        """Waits until the event is set, at most `timeout` seconds. Returns whether it is set."""
         if self._is_set or (timeout is not None and timeout <= 0):
             return self._is_set
         parked = Threads.of(running_world()).park(timeout)
@@ -330,7 +330,7 @@ class VirtualEvent:
 
 
 class VirtualCondition:
-    """As `threading.Condition` over a lock that is never waited for."""
+    """Like `threading.Condition` with a lock that no thread ever waits for."""
 
     def __init__(self, lock: object = None) -> None:
         self._lock = lock if lock is not None else real_threading.RLock()
@@ -347,10 +347,10 @@ class VirtualCondition:
         return True
 
     def release(self) -> None:
-        """No thread waits for it."""
+        """Does nothing, because no thread waits for the lock."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits for a notification, or for so long."""
+        """Waits for a notification, at most `timeout` seconds."""
         parked = Threads.of(running_world()).park(timeout)
         self._waiting.append(parked)
         woken = parked.wait()
@@ -359,8 +359,8 @@ class VirtualCondition:
         return woken
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Waits until a condition holds, or for so long."""
-        if not _world:  # the month is over; threads that still hang end with the process
+        """Waits until a condition holds, at most `timeout` seconds."""
+        if not _world:  # the month is over: threads that still hang end with the process
             return predicate()
         loop = running_world()
         end_s = None if timeout is None else loop.time() + timeout
@@ -372,7 +372,7 @@ class VirtualCondition:
         return True
 
     def notify(self, n: int = 1) -> None:
-        """Wakes so many."""
+        """Wakes `n` waiting threads."""
         for parked in self._waiting[:n]:
             parked.wake()
         del self._waiting[:n]
@@ -383,20 +383,20 @@ class VirtualCondition:
 
 
 class VirtualSemaphore:
-    """As `threading.Semaphore`."""
+    """Like `threading.Semaphore`."""
 
     def __init__(self, value: int = 1) -> None:
         self._value, self._changed = value, VirtualCondition()
 
     def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
-        """Takes a unit, once there is one."""
+        """Takes a permit as soon as there is one."""
         if not self._changed.wait_for(lambda: self._value > 0, timeout if blocking else 0.0):
             return False
         self._value -= 1
         return True
 
     def release(self, n: int = 1) -> None:
-        """Gives units back."""
+        """Gives permits back."""
         self._value += n
         self._changed.notify(n)
 
@@ -408,14 +408,14 @@ class VirtualSemaphore:
 
 
 class VirtualQueue(Generic[Item]):
-    """As `queue.SimpleQueue` and `queue.Queue`."""
+    """Like `queue.SimpleQueue` and `queue.Queue`."""
 
     def __init__(self, maxsize: int = 0) -> None:
         self._items: deque[Item] = deque()
         self._most, self._changed = maxsize or sys.maxsize, VirtualCondition()
 
     def put(self, item: Item, block: bool = True, timeout: float | None = None) -> None:
-        """Adds an item, once there is room."""
+        """Adds an item as soon as there is room."""
         limit_s = timeout if block else 0.0
         if not self._changed.wait_for(lambda: len(self._items) < self._most, limit_s):
             raise Full
@@ -423,7 +423,7 @@ class VirtualQueue(Generic[Item]):
         self._changed.notify_all()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Item:
-        """The oldest item, once there is one."""
+        """The oldest item, as soon as there is one."""
         if not self._changed.wait_for(lambda: bool(self._items), timeout if block else 0.0):
             raise Empty
         item = self._items.popleft()
@@ -431,11 +431,11 @@ class VirtualQueue(Generic[Item]):
         return item
 
     def put_nowait(self, item: Item) -> None:
-        """Adds an item; raises Full."""
+        """Adds an item. Raises Full."""
         self.put(item, block=False)
 
     def get_nowait(self) -> Item:
-        """The oldest item; raises Empty."""
+        """The oldest item. Raises Empty."""
         return self.get(block=False)
 
     def empty(self) -> bool:
@@ -448,30 +448,30 @@ class VirtualQueue(Generic[Item]):
 
 
 class VirtualTimer(VirtualThread):
-    """As `threading.Timer`."""
+    """Like `threading.Timer`."""
 
     def __init__(self, interval: float, function: Callable[..., object], *_: Any) -> None:
         super().__init__(target=function, name="timer")
         self._interval, self._finished = interval, VirtualEvent()
 
     def cancel(self) -> None:
-        """Stops the timer; does nothing once the time is over."""
+        """Stops the timer. Does nothing once its time is over."""
         self._finished.set()
 
     def run(self) -> None:
-        """Waits, then acts."""
+        """Waits, then calls the function."""
         if not self._finished.wait(self._interval):
             super().run()
 
 
 class VirtualFuture(concurrent.futures.Future[Any]):
-    """As `concurrent.futures.Future`, but waits pass in virtual time."""
+    """Like `concurrent.futures.Future`, but waits pass in virtual time."""
 
     def result(self, timeout: float | None = None) -> Any:
-        """The result, once it is there.
+        """The result, as soon as there is one.
 
         Raises:
-            TimeoutError: it is not there in time.
+            TimeoutError: there is no result in time.
         """
         if not self.done():
             parked = Threads.of(running_world()).park(timeout)
@@ -482,7 +482,7 @@ class VirtualFuture(concurrent.futures.Future[Any]):
         return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What was raised, once that is known."""
+        """The raised exception or None, as soon as the call has ended."""
         with contextlib.suppress(Exception):
             self.result(timeout)
         return super().exception(0)
@@ -491,7 +491,7 @@ class VirtualFuture(concurrent.futures.Future[Any]):
 def wait(
     fs: Iterable[VirtualFuture], timeout: float | None = None, return_when: str = ALL_COMPLETED
 ) -> concurrent.futures._base.DoneAndNotDoneFutures[Any]:
-    """As `concurrent.futures.wait`."""
+    """Like `concurrent.futures.wait`."""
     futures, loop = set[concurrent.futures.Future[Any]](fs), running_world()
     end_s = None if timeout is None else loop.time() + timeout
     while True:
@@ -507,7 +507,7 @@ def wait(
 
 
 class VirtualExecutor(Executor):
-    """As `ThreadPoolExecutor`: so many virtual threads do the submitted work in its order."""
+    """Like `ThreadPoolExecutor`: `max_workers` virtual threads do submitted work in order."""
 
     def __init__(self, max_workers: int = 1, thread_name_prefix: str = "", **_: Any) -> None:
         self._most, self._name = max_workers, thread_name_prefix
@@ -516,7 +516,7 @@ class VirtualExecutor(Executor):
         self._arrived, self._is_closed = VirtualCondition(), False
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Lets the next free worker call a function."""
+        """Lets the next idle worker call a function."""
         if self._is_closed:
             raise RuntimeError("cannot schedule new futures after shutdown")
         future = VirtualFuture()
@@ -544,7 +544,7 @@ class VirtualExecutor(Executor):
                 future.set_exception(error)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Ends the workers once they are done; waits for that if `wait` is set."""
+        """Ends the workers once they are done. With `wait`, waits until they have ended."""
         self._is_closed = True
         if cancel_futures:
             for future, _ in self._todo:
@@ -557,7 +557,7 @@ class VirtualExecutor(Executor):
 
 
 class VirtualLoopThread:
-    """As `network.loop_thread.LoopThread`: its loop is the world's."""
+    """Like `network.loop_thread.LoopThread`, but with the world's loop."""
 
     def __init__(self, name: str) -> None:
         self.loop, self.name = running_world(), name
@@ -567,7 +567,7 @@ class VirtualLoopThread:
         """Runs a coroutine in the loop and returns its result, from a virtual thread.
 
         Raises:
-            TimeoutError: not done in time; the coroutine is cancelled.
+            TimeoutError: the coroutine is not done in time, and is cancelled.
         """
         parked = Threads.of(self.loop).park(timeout_s)
         task = self.loop.create_task(coroutine, context=self._context.copy())
@@ -580,7 +580,7 @@ class VirtualLoopThread:
         return task.result()
 
     def stop(self, timeout_s: float) -> None:
-        """Marks this thread as stopped; the world's loop still runs for others."""
+        """Marks this thread as stopped. The world's loop still runs for others."""
         self.is_stopped = True
 
 
@@ -596,7 +596,7 @@ def running_world() -> VirtualLoop:
 
 
 def enter_world(loop: VirtualLoop) -> None:
-    """Makes this the month that runs now."""
+    """Makes `loop` the loop of the month that runs now."""
     _world.append(loop)
 
 
@@ -608,12 +608,12 @@ def leave_world(loop: VirtualLoop) -> None:
 
 
 def current_thread() -> object:
-    """As `threading.current_thread`."""
+    """Like `threading.current_thread`."""
     return _current.get(getcurrent()) or real_threading.current_thread()
 
 
 def get_ident() -> int:
-    """As `threading.get_ident`."""
+    """Like `threading.get_ident`."""
     return id(getcurrent())
 
 
@@ -629,15 +629,15 @@ class Clock:
         self.loop, self.drift, self.stepped_s = loop, 0.0, 0.0
 
     def monotonic(self) -> float:
-        """As `time.monotonic`; the loop's timers use the same clock."""
+        """Like `time.monotonic`. The loop's timers use the same clock."""
         return self.loop.time()
 
     def boot(self) -> float:
-        """As `time.clock_gettime(CLOCK_BOOTTIME)`, with the oscillator's drift."""
+        """Like `time.clock_gettime(CLOCK_BOOTTIME)`, with the oscillator's drift."""
         return BOOT_S + self.loop.now_s * (1 + self.drift)
 
     def wall(self) -> float:
-        """As `time.time`."""
+        """Like `time.time`."""
         return EPOCH_S + self.loop.now_s * (1 + self.drift) + self.stepped_s
 
     def true_wall(self) -> float:
@@ -645,7 +645,7 @@ class Clock:
         return EPOCH_S + self.loop.now_s
 
     def set_right(self) -> None:
-        """Steps the wall clock to the truth, as an NTP client does."""
+        """Sets the wall clock to the correct time, as an NTP client does."""
         self.stepped_s += self.true_wall() - self.wall()
 
 

@@ -40,14 +40,14 @@ from swarm.network.wire.streams import Handlers
 
 DAY_S = 86_400.0
 HEAL_LOOK_EVERY_S = 30.0
-"""In place of 2 s: whatever a look decides happens at most every 30 s anyway."""
+"""In place of 2 s, because a look decides something at most every 30 s."""
 
 
 class Said(logging.Handler):
     """Counts logged messages by level and text, so that a month can be judged by its log.
 
     Attributes:
-        counts: by level and message without its arguments; at most `MOST` of them.
+        counts: numbers by level and message without its arguments, at most `MOST` of them.
         recent: the newest messages in full.
     """
 
@@ -71,11 +71,11 @@ class World:
     """See the module.
 
     Attributes:
-        folder: of all files.
-        loop: in which everything happens.
-        threads: the virtual ones.
-        said: counts of the log.
-        disk: of the peer under test.
+        folder: folder of all files.
+        loop: event loop of the whole month.
+        threads: the virtual threads.
+        said: counts of the logged messages.
+        disk: disk of the peer under test.
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
@@ -93,17 +93,17 @@ class World:
         return self.loop.now_s
 
     def set(self, module: ModuleType, name: str, value: object) -> None:
-        """Gives a constant of a module another value while this world lasts."""
+        """Replaces the value of a module's constant while this world lasts."""
         before = getattr(module, name)
         self._undo.append(lambda: setattr(module, name, before))
         setattr(module, name, value)
 
     def at_end(self, call: Callable[[], None]) -> None:
-        """Calls something when this world ends, in whatever way."""
+        """Registers a call for the end of this world, even if an error ends it."""
         self._undo.append(call)
 
     def machine(self, line: Line | None = None, *, is_reachable: bool = True) -> Machine:
-        """Adds another host."""
+        """Adds a host."""
         self._hosts += 1
         host = f"10.0.{self._hosts // 250}.{self._hosts % 250 + 1}"
         machine = Machine(host, Clock(self.loop), line or Line(), is_reachable=is_reachable)
@@ -127,7 +127,7 @@ class World:
         name: str = "",
         **network: Any,
     ) -> Node:
-        """A real node that serves a store and answers probes; it runs in virtual threads."""
+        """A real node that serves a store and answers probes, in virtual threads."""
         folder = self.folder / (name or machine.host)
         folder.mkdir(exist_ok=True)
         path = folder / "identity.key"
@@ -160,10 +160,10 @@ class World:
         return node
 
     def run(self, main: Callable[[], None]) -> None:
-        """Runs a virtual thread to its end, and ends the world with it.
+        """Runs a virtual thread to its end, then ends the world.
 
         Raises:
-            Exception: the one that `main` raised.
+            Exception: the exception that `main` raised.
         """
         failed: list[BaseException] = []
 
@@ -233,11 +233,11 @@ class World:
 
 @contextmanager
 def world(seed: int) -> Iterator[World]:
-    """A world whose files are dropped at the end."""
+    """A world whose files are deleted at the end."""
     memory = Path("/dev/shm")
     place = memory if os.access(memory, os.W_OK) else None
     gc.collect()
-    gc.freeze()  # imported modules are not garbage of a month, and a look at them takes 0.5 s
+    gc.freeze()  # imported modules are no garbage, and a collection over them takes 0.5 s
     try:
         with tempfile.TemporaryDirectory(prefix="longevity-", dir=place) as folder:
             yield World(Path(folder), seed)

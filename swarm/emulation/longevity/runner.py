@@ -1,4 +1,4 @@
-"""Runs scenarios of a month, with or without a fault, and says what broke."""
+"""Runs scenarios of a month, with or without a fault in the code, and reports what broke."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ Patches = tuple[tuple[Any, str, Any], ...]
 
 @dataclass(frozen=True)
 class Mutant:
-    """Code with a fault that it once had, or must never have.
+    """A fault that the code once had, or must never have.
 
     Attributes:
         fault: the wrong behavior.
         scenario: name of the scenario that shows the fault.
         shown_by: part of the audit's text about the fault.
-        patches: owner, name and value of each name that is replaced.
+        patches: owner, name and new value of each replaced name.
     """
 
     fault: str
@@ -50,7 +50,7 @@ class Mutant:
 
     @contextmanager
     def planted(self) -> Iterator[None]:
-        """Replaces code by the fault; KeyError if that code is not there."""
+        """Replaces code by the fault. KeyError if there is no such code."""
         before = [(owner, name, vars(owner)[name]) for owner, name, _ in self.patches()]
         for owner, name, value in self.patches():
             setattr(owner, name, value)
@@ -243,7 +243,8 @@ MUTANTS: dict[str, Mutant] = {
         lambda: ((round_log, "up_mbit", _zero_if_unknown),),
     ),
 }  # fmt: skip
-"""The first nine restore earlier faults of the peer. Each other one stands for a kind of fault."""
+"""The first nine restore earlier faults of the peer. Each other mutant stands for a kind of
+fault."""
 
 
 @dataclass(frozen=True)
@@ -251,12 +252,12 @@ class Outcome:
     """The result of one scenario.
 
     Attributes:
-        scenario: its name.
-        problems: what was not as required; empty if all was.
-        days: of virtual time that passed.
-        seconds: of one core that it took.
+        scenario: name of the scenario.
+        problems: texts of the faults. Empty if there were none.
+        days: days of virtual time that passed.
+        seconds: seconds of one core that it took.
         sizes: the last sample.
-        warnings: text of each warning or error -> how often it was logged.
+        warnings: how often each warning or error was logged, by its text.
     """
 
     scenario: str
@@ -269,7 +270,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Job:
-    """A scenario to run; see `run_scenario`. `mutant` names its fault, see `MUTANTS`."""
+    """A scenario to run; see `run_scenario`. `mutant` names the code's fault; see `MUTANTS`."""
 
     scenario: str
     scale: Scale
@@ -285,7 +286,7 @@ def run_job(job: Job) -> Outcome:
 
 
 def run_scenario(name: str, scale: Scale, seed: int = 0, *, memory: bool = False) -> Outcome:
-    """One scenario. `memory` traces allocations, which doubles the time."""
+    """Runs one scenario. `memory` traces allocations, which doubles the time."""
     began_s, found, failure = time.process_time(), list[Audit](), ""
     with world(seed) as month:
 

@@ -29,9 +29,9 @@ from swarm.protocol.timing.fitness import HOME_MBIT
 
 
 def transfers(world: World, scale: Scale) -> Audit:
-    """Fetches every round; one peer has no direct way, and another can only be reached by relay.
+    """Fetches every round, also from a peer without direct streams and a peer behind a relay.
 
-    The subject has one port forwarded, that of libp2p. One of the others can be dialled, one has
+    Only the subject's port of libp2p is forwarded. One of the other peers can be dialled, one has
     its port for direct streams closed, and one cannot be dialled at all. Once a day the subject's
     line is cut for 20 minutes in the middle of a fetch. Peers are away for hours.
     """
@@ -83,11 +83,11 @@ def transfers(world: World, scale: Scale) -> Audit:
 
 
 def publishing(world: World, scale: Scale) -> Audit:
-    """Publishes at every heartbeat while the DHT fails, disks are full, and code has bugs.
+    """Publishes at every heartbeat while the DHT fails, disks are full, and calls raise errors.
 
     The publisher, presence, the peer's clock, its quota and its status run for real. In the first
-    quarter each call of the publisher fails once with RuntimeError and once with MemoryError. Later
-    libp2p's daemon is killed twice, and the peer starts again twice.
+    quarter each call of the publisher fails once with RuntimeError and once with MemoryError.
+    Later, libp2p's daemon is killed twice, and the peer restarts twice.
     """
     task, whole_s = Task.new(), scale.seconds
     near = Other(world, world.machine(), [])
@@ -142,7 +142,7 @@ def _happens(event: str, subject: Subject, audit: Audit) -> None:
 
 
 def _counting(subject: Subject, written: list[int]) -> None:
-    """Counts the writes of the quota's count."""
+    """Counts how often the quota's count is written."""
     assert subject.quota._quota
     month = subject.quota._quota.count
     write = type(month).write.__get__(month)
@@ -181,8 +181,8 @@ def _sabotage(subject: Subject, scale: Scale) -> Callable[[], None]:
 def lines(world: World, scale: Scale) -> Audit:
     """Measures the peer's uplink, which falls from 80 to 6 Mbit/s and rises again.
 
-    Once a round another peer fetches from the subject. The quota must count a month of
-    measurements, too.
+    Once a round, another peer fetches from the subject. The quota must also count a month of
+    measurements.
     """
     task, day_s = Task.new(), scale.seconds
     line = Line(lambda at_s: 6.0 if 0.3 * day_s <= at_s < 0.7 * day_s else 80.0)
@@ -227,7 +227,7 @@ def lines(world: World, scale: Scale) -> Audit:
         tip = task.following(tip, {}, run)
         subject.apply(tip)
         share = world.now_s / day_s
-        if 0.5 < share < 0.69 or 0.9 < share < 1.0:  # the peer has had time to notice
+        if 0.5 < share < 0.69 or 0.9 < share < 1.0:  # the peer has had time to notice the change
             _judge_line(audit, subject, line.up_mbit(world.now_s))
         sample()
     world.threads.sleep(30.0)
@@ -241,7 +241,7 @@ def lines(world: World, scale: Scale) -> Audit:
 
 
 def _judge_line(audit: Audit, subject: Subject, true_mbit: float) -> None:
-    """Demands that the published uplink and the cap of uploads follow the line."""
+    """Demands that the published uplink and the upload limit follow the line."""
     link, cap = subject.status.record().link, subject.node.traffic.up.mbit
     known_mbit = (link.up_mbit if link else None) or 0.0
     day = f"day {audit.world.now_s / 86_400:.2f}"
@@ -257,7 +257,7 @@ def _judge_line(audit: Audit, subject: Subject, true_mbit: float) -> None:
 
 
 def _moved_bytes(subject: Subject) -> int:
-    """Bytes that the line really carried in both directions."""
+    """Bytes that the line actually carried in both directions."""
     return subject.machine.line.moved_bytes + subject.machine.received_bytes
 
 
@@ -266,14 +266,14 @@ BOUNDS = (
     (lines_module, "MAX_LINES"), (ledger, "MAX_KNOWN"), (tcp_dialer, "MAX_WAYS"),
     (transport, "MAX_PEERS"),
 )  # fmt: skip
-"""Bounds on data about other peers: module, and name of the constant."""
+"""Bounds of data about other peers, each by module and name of the constant."""
 
 
 def strangers(world: World, scale: Scale) -> Audit:
-    """Thousands of peers come and go: they call, and are called after they have left.
+    """Thousands of peers come and go. They call, and are called after they have left.
 
-    The number of peers with kept data is bounded. The bounds are a thirty-second of the shipped
-    ones, so that fewer strangers reach them.
+    The number of peers with kept data is bounded. The bounds are 1/32 of the shipped bounds, so
+    that fewer strangers reach them.
     """
     task = Task.new()
     for module, name in BOUNDS:
@@ -311,9 +311,9 @@ def strangers(world: World, scale: Scale) -> Audit:
 
 
 def clocks(world: World, scale: Scale) -> Audit:
-    """The machine's oscillator is 60 ppm fast; an NTP client sets the wall clock right each hour.
+    """The machine's oscillator is 60 ppm fast. An NTP client corrects the wall clock each hour.
 
-    Once the wall clock is set wrong by an hour for a while.
+    One time, the wall clock is wrong by an hour for a while.
     """
     task = Task.new()
     first = Other(world, world.machine(), [])

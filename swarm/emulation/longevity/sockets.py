@@ -1,8 +1,8 @@
 """Machines, their lines, and TCP sockets between them, in virtual time.
 
 A line has a rate that may change over the month, and outages. Bytes wait for the bytes sent before
-them and for the end of an outage, and then take as long as the rate says. `TCP_INFO` has the
-figures of a kernel, so estimates of lines come from the same numbers as in production.
+them and for the end of an outage, and then take as long as the rate says. `TCP_INFO` has a kernel's
+figures, so lines are estimated from the same numbers as in production.
 """
 
 # Stand-ins take the arguments of the originals.
@@ -26,9 +26,9 @@ from swarm.network.wire.upload_rate import LineBytes, TcpInfo
 SEND_BUFFER_BYTES = 256 * 1024
 PART_BYTES = 64 * 1024
 DEAD_AFTER_S = 900.0
-"""The kernel ends a connection that got nothing through for so long."""
+"""Seconds without a delivered byte after which the kernel ends a connection."""
 CONNECT_S = 130.0
-"""A kernel tries for so long to connect to a host that does not answer."""
+"""Seconds for which a kernel tries to connect to a host that does not answer."""
 _MSS = 1448
 
 
@@ -37,9 +37,9 @@ class Line:
     """The connection of one machine to the network.
 
     Attributes:
-        up_mbit: its rate at a moment (seconds since the month began).
+        up_mbit: gives the rate at a moment, in seconds since the month began.
         latency_s: one-way delay to any machine.
-        outages: times of cuts, (from, to) in the same seconds, in order.
+        outages: times when the line is cut, (from, to) in the same seconds, in order.
     """
 
     up_mbit: Callable[[float], float] = lambda _: 100.0
@@ -47,21 +47,21 @@ class Line:
     outages: list[tuple[float, float]] = field(default_factory=list)
     free_at_s: float = 0.0
     moved_bytes: int = 0
-    """All bytes that left through it, for comparison with the peer's own count."""
+    """All bytes that left through the line, for comparison with the peer's own count."""
 
     def usable_from(self, now_s: float) -> float:
-        """The time when something can be sent that is ready now."""
+        """The earliest time at which bytes that are ready now can be sent."""
         for begin_s, end_s in self.outages:
             if begin_s <= now_s < end_s:
                 return end_s
         return now_s
 
     def is_cut(self, now_s: float) -> bool:
-        """Whether it is in an outage."""
+        """Whether the line is in an outage."""
         return self.usable_from(now_s) > now_s
 
     def takes(self, num_bytes: int, now_s: float) -> float:
-        """Queues bytes; returns when the last of them has left."""
+        """Queues bytes. Returns when the last byte has left."""
         start_s = self.usable_from(max(now_s, self.free_at_s))
         self.free_at_s = start_s + num_bytes * 8e-6 / self.up_mbit(start_s)
         self.moved_bytes += num_bytes
@@ -73,10 +73,10 @@ class Machine:
     """One host: its address, its clock and its line.
 
     Attributes:
-        host: an IPv4 number.
+        host: IPv4 address.
         is_reachable: whether others can open connections to it.
-        is_up: whether it runs at all.
-        closed_ports: those at which a firewall refuses connections.
+        is_up: whether the machine runs.
+        closed_ports: ports at which a firewall blocks connections.
     """
 
     host: str
@@ -87,7 +87,7 @@ class Machine:
     listening: dict[int, Listening] = field(default_factory=dict)
     received_bytes: int = 0
     daemon_bytes: int = 0
-    """The part of the sent and received bytes that passed its libp2p daemon."""
+    """The sent and received bytes that passed the libp2p daemon."""
     closed_ports: set[int] = field(default_factory=set)
 
 
@@ -99,15 +99,15 @@ class HereClock:
     """The clocks of the machine on which the present code runs."""
 
     def monotonic(self) -> float:
-        """As `time.monotonic`."""
+        """Like `time.monotonic`."""
         return running_world().time()
 
     def boot(self) -> float:
-        """As `time.clock_gettime(CLOCK_BOOTTIME)`."""
+        """Like `time.clock_gettime(CLOCK_BOOTTIME)`."""
         return here.get().clock.boot()
 
     def wall(self) -> float:
-        """As `time.time`."""
+        """Like `time.time`."""
         return here.get().clock.wall()
 
 
@@ -119,18 +119,18 @@ class Internet:
         self.open_sockets: set[VirtualSocket] = set()
 
     def add(self, machine: Machine) -> Machine:
-        """Adds a machine, in place of an earlier one at its address."""
+        """Adds a machine, in place of an earlier machine at its address."""
         self.machines[machine.host] = machine
         return machine
 
     # ------------------------------------------------ the port
 
     def socket(self, family: int = real_socket.AF_INET, *_: int) -> VirtualSocket:
-        """As `socket.socket`."""
+        """Like `socket.socket`."""
         return VirtualSocket(self, here.get(), family)
 
     def create_server(self, address: tuple[str, int], **_: Any) -> Listening:
-        """As `socket.create_server`; the host is ignored."""
+        """Like `socket.create_server`, but the host is ignored."""
         machine, (_host, port) = here.get(), address
         port = port or max([40_000, *machine.listening]) + 1
         if port in machine.listening:
@@ -139,7 +139,7 @@ class Internet:
         return found
 
     def pair(self, one: Machine, other: Machine, family: int) -> tuple[VirtualSocket, ...]:
-        """Two ends of a connection."""
+        """The two ends of a new connection."""
         ends = VirtualSocket(self, one, family), VirtualSocket(self, other, family)
         ends[0].join(ends[1])
         return ends
@@ -154,10 +154,10 @@ class Listening:
         self.arrived = asyncio.Event()
 
     def setblocking(self, flag: bool) -> None:
-        """Does nothing: it never blocks."""
+        """Does nothing, since this socket never blocks."""
 
     def getsockname(self) -> tuple[str, int]:
-        """As `socket.getsockname`."""
+        """Like `socket.getsockname`."""
         return self.machine.host, self.port
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class Listening:
 
 
 class VirtualSocket:
-    """One end of a connection, as a `socket.socket`."""
+    """One end of a connection, like a `socket.socket`."""
 
     def __init__(self, internet: Internet, machine: Machine, family: int) -> None:
         self.internet, self.machine, self.family = internet, machine, family
@@ -178,7 +178,7 @@ class VirtualSocket:
         self.queued_s = 0.0
         self.timeout_s: float | None = None
         self.on_change: list[Callable[[], None]] = []
-        """Called once, when bytes arrive or leave, or the stream ends."""
+        """Callbacks, each called once, when bytes arrive or leave, or the stream ends."""
         internet.open_sockets.add(self)
 
     @property
@@ -187,7 +187,7 @@ class VirtualSocket:
         return running_world()
 
     def join(self, other: VirtualSocket) -> None:
-        """Makes the two the ends of one connection."""
+        """Makes two sockets the ends of one connection."""
         self.other, other.other = other, self
 
     def changed(self) -> None:
@@ -239,7 +239,7 @@ class VirtualSocket:
         other.changed()
 
     def send(self, data: bytes | memoryview, flags: int = 0) -> int:
-        """As `socket.send`, non-blocking."""
+        """Like `socket.send`, non-blocking."""
         if self.unsent > SEND_BUFFER_BYTES:
             raise BlockingIOError(11, "Resource temporarily unavailable")
         self.push(data)
@@ -254,7 +254,7 @@ class VirtualSocket:
     # ------------------------------------------------ receiving
 
     def recv(self, num_bytes: int, flags: int = 0) -> bytes:
-        """As `socket.recv`, non-blocking."""
+        """Like `socket.recv`, non-blocking."""
         if not self.inbox:
             if self.has_ended or self.is_closed:
                 return b""
@@ -265,7 +265,7 @@ class VirtualSocket:
         return found
 
     def recv_into(self, view: memoryview, num_bytes: int = 0, flags: int = 0) -> int:
-        """As `socket.recv_into` in a thread: waits, at most for `SO_RCVTIMEO`, with MSG_WAITALL."""
+        """Like `socket.recv_into` in a thread with MSG_WAITALL: waits up to `SO_RCVTIMEO`."""
         wanted = num_bytes or len(view)
         least = wanted if flags & real_socket.MSG_WAITALL else 1
         end_s = None if self.timeout_s is None else self.loop.now_s + self.timeout_s
@@ -289,10 +289,10 @@ class VirtualSocket:
     # ------------------------------------------------ options and end
 
     def setblocking(self, flag: bool) -> None:
-        """Does nothing: the caller decides which calls wait."""
+        """Does nothing, since the caller decides which calls wait."""
 
     def setsockopt(self, level: int, option: int, value: Any) -> None:
-        """Takes the time-out of reads; other options change nothing here."""
+        """Sets the time-out of reads. Other options change nothing here."""
         if (level, option) == (real_socket.SOL_SOCKET, real_socket.SO_RCVTIMEO):
             seconds, micros = struct.unpack("ll", value)
             self.timeout_s = seconds + micros * 1e-6
@@ -312,11 +312,11 @@ class VirtualSocket:
         return upload_rate._LAYOUT.pack(*info)
 
     def getsockname(self) -> tuple[str, int]:
-        """As `socket.getsockname`."""
+        """Like `socket.getsockname`."""
         return self.machine.host, 0
 
     def connect(self, _: object) -> None:
-        """For a datagram socket that wants its own address; nothing is sent."""
+        """Lets a datagram socket learn its own address. Sends nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -325,7 +325,7 @@ class VirtualSocket:
         self.close()
 
     def fileno(self) -> int:
-        """-1, as it has no descriptor."""
+        """-1, since this socket has no descriptor."""
         return -1
 
     def shutdown(self, how: int) -> None:
@@ -333,7 +333,7 @@ class VirtualSocket:
         self._end()
 
     def close(self) -> None:
-        """As `socket.close`."""
+        """Like `socket.close`."""
         if self.is_closed:
             return
         if self.counted_on:
@@ -358,13 +358,13 @@ class VirtualSocket:
 
 
 def counted(line: LineBytes, raw: VirtualSocket) -> VirtualSocket:
-    """In place of `upload_rate.CountedSocket`: the same socket, which reports its end to `line`."""
+    """Replaces `upload_rate.CountedSocket`: the same socket, which reports its end to `line`."""
     raw.counted_on = line
     return raw
 
 
 class SocketLoop(VirtualLoop):
-    """The loop of a month in which sockets are virtual too."""
+    """The loop of a month, with virtual sockets."""
 
     def __init__(self, internet: Internet) -> None:
         super().__init__()
@@ -385,7 +385,7 @@ class SocketLoop(VirtualLoop):
                 sock.on_change.remove(wake)
 
     async def sock_connect(self, sock: Any, address: Any) -> None:
-        """As asyncio's. A firewall, or a machine that is off, does not answer."""
+        """Like asyncio's. A firewall, or a machine that is off, does not answer."""
         host, port = address[0], address[1]
         line = sock.machine.line
         await asyncio.sleep(line.usable_from(self.now_s) - self.now_s + 2 * line.latency_s)
@@ -432,13 +432,13 @@ class SocketLoop(VirtualLoop):
             view = view[PART_BYTES:]
 
     async def create_connection(self, protocol_factory: Any, *_: Any, **named: Any) -> Any:
-        """A transport on a virtual socket, the only kind here."""
+        """A transport on a virtual socket, since there are no others here."""
         protocol = protocol_factory()
         transport = SocketTransport(self, named["sock"], protocol)
         return transport, protocol
 
     async def sendfile(self, *_: Any, **__: Any) -> int:
-        """Raises; a server then falls back to reading and writing."""
+        """Raises, so that a server falls back to reading and writing."""
         raise asyncio.SendfileNotAvailableError("virtual sockets have no descriptors")
 
 
@@ -481,7 +481,7 @@ class SocketTransport(asyncio.Transport):
             self._lost(None)
 
     def write(self, data: Any) -> None:
-        """Sends; asks for a pause once the buffer is full."""
+        """Sends data, and asks for a pause once the buffer is full."""
         if self._is_closing:
             return
         try:
@@ -503,7 +503,7 @@ class SocketTransport(asyncio.Transport):
         self._take_in()
 
     def is_closing(self) -> bool:
-        """Whether it closes or is closed."""
+        """Whether the transport closes or is closed."""
         return self._is_closing
 
     def can_write_eof(self) -> bool:
@@ -511,7 +511,7 @@ class SocketTransport(asyncio.Transport):
         return False
 
     def close(self) -> None:
-        """Ends the connection after what was written."""
+        """Ends the connection after all written data."""
         self._lost(None)
 
     def abort(self) -> None:

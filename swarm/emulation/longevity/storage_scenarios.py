@@ -39,11 +39,11 @@ from swarm.train.engine.engine import EngineState
 from swarm.train.saving.checkpoint import PrivateState, load_private, save_private
 
 RESTART_EVERY, EXPORT_EVERY = 40, 50
-"""In rounds."""
+"""Numbers of rounds between two restarts, and between two exports."""
 
 
 def store(world: World, scale: Scale) -> Audit:
-    """Values of each round, and a private state, over restarts and a disk that is full or hangs."""
+    """Stores each round's values and a private state, with restarts and a full or hanging disk."""
     task, folder = Task.new(), world.folder / "state"
     units = [unit.unit for unit in task.layout.units if unit.unit.startswith("expert")]
     world.disk.full = [(0.3 * scale.seconds, 0.3 * scale.seconds + 600.0)]
@@ -112,7 +112,7 @@ def _private(number: int, offered: Mapping[str, str]) -> PrivateState:
 
 
 class Swarm:
-    """A run as an exporter sees it: a manifest each round, whose values are lost after a while.
+    """A run as an exporter sees it: a manifest each round, with values that are lost after a while.
 
     Attributes:
         tries: how often each round's model was fetched.
@@ -136,7 +136,7 @@ class Swarm:
 
     @property
     def last(self) -> int:
-        """The last agreed round; an export of it is due."""
+        """The last agreed round whose export is due."""
         return int(0.6 * self.scale.rounds) // EXPORT_EVERY * EXPORT_EVERY
 
     def newest(self, least_round: int) -> Manifest | None:
@@ -148,11 +148,11 @@ class Swarm:
         return replace(self.first, round=number, height=number, step=3 * number)
 
     def is_lost(self, number: int) -> bool:
-        """Whether no peer has this round's values any more. The last round's are lost at once."""
+        """Whether all peers have lost a round's values. The last round's are lost at once."""
         return number == self.last or self.round - number > 5
 
     def bring(self, manifest: Manifest, form: object, within_s: float = 60.0) -> Any:
-        """See `run_follower.Source`; a fetch of a lost model fails after five turns of a minute."""
+        """See `run_follower.Source`. A fetch of a lost model fails after five turns of a minute."""
         self.tries[manifest.round] = self.tries.get(manifest.round, 0) + 1
         if self.is_lost(manifest.round):
             self.world.threads.sleep(300.0)
@@ -167,7 +167,7 @@ class Swarm:
 
 
 def exports(world: World, scale: Scale) -> Audit:
-    """Follows a run whose peers stop before its last round, and whose last model is lost."""
+    """Exports a run whose peers stop before the last round, and whose last model is lost."""
     swarm, folder = Swarm(world, Task.new(), scale), world.folder / "exports"
     manager = ExportManager(folder, keep=3)
     follower = Follower(swarm, manager, EXPORT_EVERY, Form(), published=lambda *_: None)
@@ -206,7 +206,7 @@ def exports(world: World, scale: Scale) -> Audit:
 
 
 def monitor(world: World, scale: Scale) -> Audit:
-    """Looks at a run every round while peers come and go; shows and keeps its history."""
+    """Looks at a run every round while peers come and go. Shows and keeps the run's history."""
     task, feed = Task.new(), Feed(4)
     tip = task.founding(["peer00", "peer01"])
     run, roots = name_of(task, tip), dict[str, Any](feed=feed)
@@ -272,7 +272,7 @@ class _Text:
 
 
 def reading(world: World, scale: Scale) -> Audit:
-    """Reads batches ahead in a thread. The disk hangs for two hours, and the peer leaves then."""
+    """Reads batches ahead in a thread. The disk hangs for two hours, in which the peer leaves."""
     task, length = Task.new(), 64 * 4096 + 1
     text = _Text(world, length)
     shards: Any = SimpleNamespace(
@@ -314,9 +314,9 @@ LINK_BYTES = 4_500
 def chain(world: World, scale: Scale) -> Audit:
     """A chain of heads whose electorate changes ten times a day, in memory and on disk.
 
-    The agreement is imitated. Each manifest follows from the previous one with a quorum's
-    signatures, and the file is written when `rounds.adopter` would have it written. Restarts read
-    it again. Newcomers, and peers that were away for a day, get a proof of the tip.
+    The agreement is imitated: each manifest follows from the previous manifest with a quorum's
+    signatures, and the file is written when `rounds.adopter` would write it. Restarts read the file
+    again. Newcomers, and peers that were away for a day, get a proof of the tip.
     """
     (folder := world.folder / "chain").mkdir()
     names = [name for name in (peer_id_of(world.rng.randbytes(32)) for _ in range(400)) if name]

@@ -1,8 +1,8 @@
-"""The peer under test, put together as `peer.peer` does, without engine and agreement.
+"""The peer under test, built like a peer of `swarm-peer`, but without engine and agreement.
 
-These are the shipped classes: its node, direct streams, downloads, transfers and their pace, blob
-store on disk, status, record, publisher with presence and clock, line measurements and quota.
-A scenario takes the part of the agreement: it names blobs to fetch and manifests to apply.
+The classes are the shipped ones: node, direct streams, downloads, transfers and their pace, blob
+store on disk, status, record, publisher with presence and clock, line measurements and quota. A
+scenario stands in for the agreement: it names blobs to fetch and manifests to apply.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ RUN: dict[str, dict[str, Any]] = {
 
 
 def run_config() -> RunConfig:
-    """A run of about 3 MB; half of them are shared tensors."""
+    """A run of about 3 MB, half of it shared tensors."""
     return RunConfig.model_validate_json(json.dumps(RUN))
 
 
@@ -80,7 +80,7 @@ class Task:
         return cls(run, layout_of(run))
 
     def value(self, unit: str, number: int) -> bytes:
-        """A finite value of a unit, which differs for each number."""
+        """A finite value of a unit. Each number gives another value."""
         size = self.layout.by_unit[unit].num_bytes
         content = np.zeros(size // 4, dtype="<f4")
         content[0] = number
@@ -118,7 +118,7 @@ class Task:
 
 
 class Other:
-    """Another peer: only a real node with a store in memory."""
+    """Another peer, which is only a real node with a store in memory."""
 
     def __init__(self, world: World, machine: Machine, known: list[str], **network: Any) -> None:
         self.world, self.machine, self.store = world, machine, BlobStore()
@@ -127,12 +127,12 @@ class Other:
         self.held: list[str] = []
 
     def announce(self, run: str, record: PeerRecord) -> None:
-        """Puts its presence into the DHT until the month ends, without publishing it."""
+        """Puts the peer's presence into the DHT until the month ends, without publishing it."""
         mine = replace(record, peer_id=self.peer_id, addresses=self.node.addresses)
         _announce(self.world, run, mine, self.node.identity.public_key)
 
     def give(self, values: dict[str, bytes], *, keep: int = 2) -> dict[str, str]:
-        """Stores values; returns their digests, and forgets those of earlier rounds."""
+        """Stores values and returns their digests. Forgets values of earlier rounds."""
         digests = {unit: self.store.put(value) for unit, value in values.items()}
         self.held = [*self.held, *digests.values()][-keep * len(values) :]
         self.store.collect(self.held)
@@ -140,7 +140,7 @@ class Other:
 
 
 def announced(world: World, run: str, record: PeerRecord, number: int) -> PeerId | None:
-    """A peer that exists only as a record; None if the key cannot be a peer's."""
+    """A peer that exists only as a record. None if the key cannot be a peer's."""
     key = world.rng.randbytes(32)
     peer = peer_id_of(key)
     if peer:
@@ -154,7 +154,7 @@ def _announce(world: World, run: str, record: PeerRecord, subkey: bytes) -> None
 
 
 class Subject:
-    """See the module. Made and called in virtual threads."""
+    """See the module. Made and called only in virtual threads."""
 
     def __init__(
         self,
@@ -193,14 +193,14 @@ class Subject:
             self.quota = QuotaWatch(self.network, self.state, self.node, self.stop_wish)
 
     def counted_bytes(self) -> int:
-        """Bytes that its quota has counted in all months; each call looks at the present month."""
+        """Bytes that the quota has counted in all months. Each call looks at the present month."""
         assert self.quota._quota, "it has no quota"
         count = self.quota._quota.count
         self.counted_by_month[count.month] = count.num_bytes
         return sum(self.counted_by_month.values())
 
     def enter(self, tip: Manifest, run: str, *, publishes: bool = True) -> None:
-        """Takes part in the run, with status, publisher and line as a peer has them."""
+        """Takes part in the run, with a peer's status, publisher and line."""
         with self.world.at(self.machine):
             self.run_id, self.tip = run, tip
             directory = self.state.run(run)
@@ -248,7 +248,7 @@ class Subject:
         return daemon
 
     def start_again(self) -> None:
-        """Ends this life in order, and begins another one in the same run."""
+        """Ends this life in order, and begins another life in the same run."""
         self.end()
         self.start()
         self.enter(self.tip, self.run_id)
@@ -268,7 +268,7 @@ class Subject:
             self.store.unpin([event.digest])
 
     def fetch(self, wants: list[BlobWanted], timeout_s: float) -> bool:
-        """Fetches through the transfers; returns whether all came in time."""
+        """Fetches through the transfers. Returns whether all blobs came in time."""
         with self.world.at(self.machine):
             self.node.run(self.transfers.start(Fetch(Purpose.CATCH_UP, tuple(wants))), 30.0)
             end_s = self.world.now_s + timeout_s

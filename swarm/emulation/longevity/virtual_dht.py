@@ -1,7 +1,7 @@
-"""libp2p's daemon and hivemind's DHT as a node of the peer calls them, in virtual time.
+"""libp2p's daemon and hivemind's DHT in virtual time, as the peer's node calls them.
 
-The cut is at `P2P.call_protobuf_handler`, `add_*_handler`, `list_peers`, `connect`, and at
-`DHTNode.store`, `get_many`. All code above it is the peer's own.
+Replaced are `P2P.call_protobuf_handler`, `add_*_handler`, `list_peers`, `connect`, and
+`DHTNode.store`, `get_many`. All code above these calls is the peer's own.
 """
 
 # Stand-ins take the arguments of the originals.
@@ -30,10 +30,10 @@ from swarm.network.wire.upload_rate import LineBytes
 
 PORT = 4001
 DIAL_S = 5.0
-"""After so long libp2p gives up on a host that does not answer."""
+"""Seconds after which libp2p gives up on a host that does not answer."""
 ROUTING_TABLE = 20
 CALL_BYTES = 200
-"""Bytes of a call in addition to its payload."""
+"""Bytes of a call beyond its payload."""
 _pids = count(1)
 _processes: dict[int, VirtualP2P] = {}
 
@@ -43,9 +43,9 @@ class Net:
     """Everything that libp2p connects: the place of each peer, and the content of the DHT.
 
     Attributes:
-        records: key -> subkey -> signed value with its expiration, by a correct clock.
+        records: signed values by key and subkey, each with its expiration by a correct clock.
         dht_outages: times when no node of the DHT answers, (from, to) in seconds of the month.
-        calls: of control handlers, by name.
+        calls: number of calls of control handlers, by name.
     """
 
     internet: Internet
@@ -59,7 +59,7 @@ class Net:
     """Number of times that each record was stored, by key and subkey."""
 
     async def dht_answers(self, machine: Machine) -> None:
-        """Waits for a round trip to the DHT, in an outage until that is over."""
+        """Waits for a round trip to the DHT, during an outage until the outage is over."""
         loop = running_world()
         wait_s = machine.line.usable_from(loop.now_s) - loop.now_s
         for begin_s, end_s in self.dht_outages:
@@ -69,7 +69,7 @@ class Net:
 
 
 class VirtualP2P:
-    """One life of a daemon, as hivemind's `P2P`."""
+    """One life of a daemon, like hivemind's `P2P`."""
 
     def __init__(self, net: Net, machine: Machine, peer_id: str) -> None:
         self.net, self.machine, self.name = net, machine, peer_id
@@ -88,7 +88,7 @@ class VirtualP2P:
         )
         self.context = copy_context()
         self.seen: set[str] = set()
-        """Peers to which it has had a connection."""
+        """Peers to which the daemon has had a connection."""
         net.daemons[peer_id] = self
 
     async def _wait(self) -> int:
@@ -110,11 +110,11 @@ class VirtualP2P:
         self.streams[protocol] = handler
 
     async def get_visible_maddrs(self, *, latest: bool = False) -> list[str]:
-        """The address where it listens."""
+        """The address where the daemon listens."""
         return [f"/ip4/{self.machine.host}/tcp/{PORT}/p2p/{self.name}"]
 
     async def list_peers(self) -> list[Any]:
-        """The peers to which it is connected."""
+        """The peers to which the daemon is connected."""
         found = [self.net.daemons.get(name) for name in sorted(self.seen)]
         return [
             SimpleNamespace(peer_id=other.peer_id, addrs=(f"/ip4/{other.machine.host}/tcp/{PORT}",))
@@ -126,10 +126,10 @@ class VirtualP2P:
         await self.reached(peer)
 
     async def reached(self, peer: substrate.PeerID) -> VirtualP2P:
-        """The daemon of a peer, once the two are connected.
+        """The daemon of a peer, once the two daemons are connected.
 
         Raises:
-            P2PDaemonError: it cannot be dialled.
+            P2PDaemonError: the peer cannot be dialled.
         """
         loop, line = running_world(), self.machine.line
         other = self.net.daemons.get(peer.to_base58())
@@ -146,7 +146,7 @@ class VirtualP2P:
     async def call_protobuf_handler(
         self, peer: substrate.PeerID, name: str, payload: Any, kind: Any
     ) -> Any:
-        """As hivemind's: the handler runs at the other machine."""
+        """Like hivemind's. The handler runs on the other machine."""
         other = await self.reached(peer)
         await self._passes(len(payload.data), self.machine, other.machine)
         self.net.calls[name] = self.net.calls.get(name, 0) + 1
@@ -179,7 +179,7 @@ class VirtualP2P:
         await asyncio.sleep(left_s - loop.now_s + machine.line.latency_s)
 
     async def open_stream(self, peer: substrate.PeerID, protocol: str) -> Any:
-        """One end of a stream; the handler of the protocol gets the other end."""
+        """One end of a stream. The handler of the protocol gets the other end."""
         other = await self.reached(peer)
         if protocol not in other.streams:
             raise substrate.P2PDaemonError("failed to negotiate: protocol not supported")
@@ -200,7 +200,7 @@ class VirtualP2P:
 async def open_stream(
     daemon: VirtualP2P, peer: substrate.PeerID, protocol: str, timeout_s: float
 ) -> Any:
-    """In place of `network.streams.open_stream`."""
+    """Replaces `network.streams.open_stream`."""
     try:
         async with asyncio.timeout(timeout_s):
             return await daemon.open_stream(peer, protocol)
@@ -209,20 +209,20 @@ async def open_stream(
 
 
 async def end_daemon(daemon: VirtualP2P, line: LineBytes) -> None:
-    """In place of `network.daemon.end_daemon`."""
+    """Replaces `network.daemon.end_daemon`."""
     line.daemon_ends(daemon.pid)
     _processes.pop(daemon.pid, None)
     daemon.kill(0)
 
 
 def moved_by_process(pid: int) -> int | None:
-    """In place of `upload_rate.moved_by_process`."""
+    """Replaces `upload_rate.moved_by_process`."""
     daemon = _processes.get(pid)
     return daemon.moved_bytes if daemon else None
 
 
 class VirtualDHTNode:
-    """As hivemind's `DHTNode`, but all living nodes store everything."""
+    """Like hivemind's `DHTNode`, but all living nodes store every record."""
 
     def __init__(self, p2p: VirtualP2P, validator: SignedRecords) -> None:
         self.net, self.p2p, self.peer_id = p2p.net, p2p, p2p.peer_id
@@ -236,7 +236,7 @@ class VirtualDHTNode:
         )
 
     async def find_nearest_nodes(self, *_: Any, **__: Any) -> Any:
-        """Never called: nearness is not simulated."""
+        """Never called, since distance between nodes is not simulated."""
         raise NotImplementedError
 
     async def _ping(self, peer: substrate.PeerID) -> object:
@@ -257,7 +257,7 @@ class VirtualDHTNode:
     async def store(
         self, key: str, value: bytes, expiration: float, *, subkey: bytes, exclude_self: bool
     ) -> bool:
-        """Takes a record, unless it has expired by a correct clock."""
+        """Stores a record, unless it has expired by a correct clock."""
         await self.net.dht_answers(self.p2p.machine)
         now = self.p2p.machine.clock.true_wall()
         records = self.net.records.setdefault(key, {})
@@ -274,7 +274,7 @@ class VirtualDHTNode:
     async def get_many(
         self, keys: Sequence[str], sufficient_expiration_time: float
     ) -> dict[str, substrate.ValueWithExpiration[Any] | None]:
-        """Records that have not expired, by a correct clock and by the reader's."""
+        """Records that have expired neither by a correct clock nor by the reader's clock."""
         await self.net.dht_answers(self.p2p.machine)
         clock, found = self.p2p.machine.clock, {}
         now = max(clock.true_wall(), dht_clock()())
@@ -289,14 +289,14 @@ class VirtualDHTNode:
         return found
 
     async def shutdown(self) -> None:
-        """Does nothing: its process has ended."""
+        """Does nothing, since the node's process has ended."""
 
 
 _clocks: dict[int, SteadyClock] = {}
 
 
 def dht_clock() -> SteadyClock:
-    """In place of `steady_clock.dht_clock`: the clock of the machine on which the code runs."""
+    """Replaces `steady_clock.dht_clock` by the clock of the machine on which the code runs."""
     machine = here.get()
     found = machine.__dict__.get("dht_clock")
     if found is None:
@@ -305,7 +305,7 @@ def dht_clock() -> SteadyClock:
 
 
 def opener(net: Net) -> Callable[..., Any]:
-    """In place of `substrate.open_substrate`."""
+    """Replaces `substrate.open_substrate`."""
 
     async def open_substrate(
         opening: substrate.Opening,
@@ -337,7 +337,7 @@ def opener(net: Net) -> Callable[..., Any]:
 
 
 def identity_content(private_key: Any) -> bytes:
-    """An identity file as libp2p's daemon reads it."""
+    """The content of an identity file as libp2p's daemon reads it."""
     data = private_key.private_bytes_raw() + private_key.public_key().public_bytes_raw()
     content = substrate.crypto_pb2.PrivateKey(
         key_type=substrate.crypto_pb2.Ed25519, data=data

@@ -1,9 +1,9 @@
 """The ports through which a peer sees its machine, and how modules get the virtual ones.
 
-Not all modules of a peer take their ports at construction: many name `time`, `threading`, `socket`
-or `os` themselves. `bound` replaces these names in every module of the peer, and the same functions
-as defaults of arguments or of dataclass fields. `reached_past` lists the modules that need this.
-The list shrinks as modules take ports.
+Not all classes of a peer take their ports at construction: many modules name `time`, `threading`,
+`socket` or `os` themselves. `bound` replaces these names in every module of the peer, also where
+their functions are defaults of arguments or of dataclass fields. `reached_past` lists the modules
+that need this. The list shrinks as modules take ports.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Disk:
     """The disk of the peer under test; see the module.
 
     Attributes:
-        full: times when it is full, (from, to) in seconds of the month.
-        hanging: times when it does not answer, in the same form.
-        calls: of the system, by name.
-        refused: the number of failed calls, by name.
+        full: times when the disk is full, (from, to) in seconds of the month.
+        hanging: times when the disk does not answer, in the same form.
+        calls: number of system calls, by name.
+        refused: number of failed system calls, by name.
     """
 
     full: list[tuple[float, float]] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Disk:
     refused: Counter[str] = field(default_factory=Counter)
 
     def passes(self, name: str, flags: int = real_os.O_WRONLY) -> None:
-        """Called before each call of the system.
+        """Called before each system call.
 
         Raises:
             OSError: the disk is full.
@@ -93,7 +93,7 @@ ENTRIES = (run_follower, server, node, session)
 
 
 class ClockPort(Protocol):
-    """The part of `time` that a peer uses: three readings, in seconds."""
+    """The part of `time` that a peer uses: three clocks, in seconds."""
 
     def monotonic(self) -> float:
         """As `time.monotonic`."""
@@ -106,13 +106,13 @@ class ClockPort(Protocol):
 
 
 class SocketPort(Protocol):
-    """The part of `socket` that a peer uses: it makes unconnected and listening sockets."""
+    """The part of `socket` that a peer uses: making unconnected and listening sockets."""
 
     def socket(self, family: int, kind: int) -> Any:
         """As `socket.socket`."""
 
     def create_server(self, address: tuple[str, int], *, family: int, backlog: int) -> Any:
-        """As `socket.create_server`."""
+        """Like `socket.create_server`."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def modules_of_peer() -> list[ModuleType]:
 
 
 def reached_past() -> dict[str, list[str]]:
-    """Modules that name a machine's clock, threads or sockets themselves -> these names."""
+    """The names of a machine's clock, threads or sockets that each module itself uses."""
     machine = (real_time, real_threading, real_socket, real_os)
     found = {
         module.__name__: sorted(real.__name__ for real in machine if _name_of(module, real))
@@ -205,8 +205,8 @@ def bound(ports: Ports, others: dict[Callable[..., Any], object]) -> Iterator[No
     """Gives all modules of the peer these ports in place of the machine's.
 
     Args:
-        ports: of the machine.
-        others: functions and classes of the peer -> their replacements.
+        ports: ports of the machine.
+        others: replacements of functions and classes of the peer.
     """
     stands, functions, undo = _stands(ports), _functions(ports), list[Callable[[], None]]()
     replaced = functions | others

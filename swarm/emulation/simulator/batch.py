@@ -17,12 +17,13 @@ from swarm.emulation.simulator.mutants.extended_mutants import ALL_MUTANTS
 CHUNK = 10
 """Schedules that a process takes at a time."""
 GARBAGE = 100_000
-"""Objects between garbage collections; one at every 700 would cost a fifth of the time."""
+"""Objects between garbage collections. A collection every 700 objects would take 1/5 of the
+time."""
 
 
 @dataclass
 class Tally:
-    """Totals of one class."""
+    """Totals of one fault class."""
 
     runs: int = 0
     rounds: int = 0
@@ -32,7 +33,7 @@ class Tally:
     violations: list[Outcome] = field(default_factory=list)
 
     def add(self, outcome: Outcome) -> None:
-        """Counts a schedule."""
+        """Adds the outcome of a schedule."""
         self.runs += 1
         self.rounds += outcome.rounds
         self.merges += outcome.merges
@@ -66,7 +67,7 @@ def jobs_of(
 
 
 def run_job(job: Job) -> Outcome:
-    """Runs one schedule, with the mutant's code and faults if it names one."""
+    """Runs one schedule, with the mutant's code and faults if the job names a mutant."""
     if job.mutant is None:
         return run_schedule(job.fault_class, job.seed)
     mutant = ALL_MUTANTS[job.mutant]
@@ -74,7 +75,7 @@ def run_job(job: Job) -> Outcome:
 
 
 def run_jobs(jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:
-    """Yields the outcomes in the order of the jobs. Once it is closed, no further job begins."""
+    """Yields outcomes in the order of the jobs. Once the generator is closed, no job begins."""
     if processes <= 1:
         with collecting_rarely():
             yield from map(run_job, jobs)
@@ -85,7 +86,7 @@ def run_jobs(jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:
     try:
         yield from _in_order(pool, jobs, processes)
     finally:
-        stop.set()  # a pool cannot take back jobs that its processes have
+        stop.set()  # a pool cannot take back jobs from its processes
         pool.shutdown(cancel_futures=True)
 
 
@@ -100,7 +101,7 @@ def _in_order(pool: Executor, jobs: Sequence[Job], processes: int) -> Iterator[O
 
 @contextmanager
 def collecting_rarely() -> Iterator[None]:
-    """Collects garbage every `GARBAGE` objects: a schedule leaves its cycles when it ends."""
+    """Collects garbage every `GARBAGE` objects, since cycles live until a schedule's end."""
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(GARBAGE)
@@ -112,7 +113,7 @@ def collecting_rarely() -> Iterator[None]:
 
 
 _STOPS: list[Event] = []
-"""The event by which this process of a pool learns to begin no further job."""
+"""The event that tells this process of a pool to begin no further job."""
 
 
 def _heed(stop: Event) -> None:

@@ -19,7 +19,7 @@ from swarm.protocol.values.manifest import Kind, Manifest, PeerId
 
 
 class Progress:
-    """Judges the progress of the spared peers by their tips; other peers do not count."""
+    """Judges the progress of spared peers by their tips. Other peers do not count."""
 
     def __init__(
         self,
@@ -31,11 +31,11 @@ class Progress:
         """Starts all peers at manifest 0.
 
         Args:
-            spared: peers that must have rounds; empty: nothing is judged.
+            spared: peers that must have rounds. If empty, nothing is judged.
             founding: manifest 0.
-            limit_s: longest time between two rounds of more than half of the spared peers. It is
-                also how long a spared peer may lack a tip that more than half of them have.
-            excused_s: how many of the seconds between two moments do not count.
+            limit_s: longest time between two rounds of more than half of the spared peers, and for
+                which a spared peer may lack a tip that more than half of them have.
+            excused_s: number of seconds between two moments that do not count.
         """
         self._limit_s, self._excused_s = limit_s, excused_s
         self._tips = dict.fromkeys(spared, founding)
@@ -45,14 +45,14 @@ class Progress:
         """The code that more than half of the spared peers have reached by rounds."""
         self._risen_s = 0.0
         self._behind_s: dict[PeerId, float] = {}
-        """Peer -> since when its tip is below the level."""
+        """For each peer whose tip is below the level: since when."""
         self._due_s = limit_s if spared else inf
 
     def applied(self, peer: PeerId, tip: Manifest, now_s: float) -> None:
         """Judges a peer's new tip.
 
         Raises:
-            Violation: I3, if it came too late.
+            Violation: I3, if the tip came too late.
         """
         before = self._tips.get(peer)
         if before is None:
@@ -84,13 +84,13 @@ class Progress:
 
 
 RECOVERY_LIMIT_S = 320.0
-"""After healing, all live peers have three more rounds within this time."""
+"""Seconds after healing within which all live peers must have three more rounds."""
 ROUNDS_AFTER_HEALING = 3
 PROVED_FROM = 8
-"""About this many older heads, evenly spread, are tried as tips of peers that return
+"""Approximate number of older heads, evenly spread, that are tried as tips of peers that return
 (chain pruning)."""
 PROVED_EVERY = 50
-"""Chains are judged every so many heights, and at the end of each schedule."""
+"""Heights between two judgements of chains, which are also judged at a schedule's end."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Outcome:
 
 
 class _Judge:
-    """Watches progress [I3], long chains (chain pruning) and, at the end, agreement [I5]."""
+    """Judges progress [I3], long chains (chain pruning) and, at the end, agreement [I5]."""
 
     def __init__(self, world: World, scenario: Scenario) -> None:
         self.world = world
@@ -137,7 +137,7 @@ class _Judge:
             self.done = self._is_recovered(self._tips())
 
     def is_over(self) -> bool:
-        """Whether the schedule may end; judges the limits on the way."""
+        """Whether the schedule may end. Also judges the limits."""
         if not self.is_healed:
             self._progress.require(self.world.now)
         elif self.world.now > self._limit_s:
@@ -147,7 +147,7 @@ class _Judge:
         return self.done
 
     def _liars_s(self, since_s: float, now_s: float) -> float:
-        """Seconds that a lying convener may have cost between two moments (takeover)."""
+        """Seconds between two moments that a lying convener may have cost (takeover)."""
         liar, timers = self.world.liar, self.scenario.setup.timers
         return liar.convening_s(timers, since_s, now_s) if liar else 0.0
 
@@ -155,9 +155,9 @@ class _Judge:
         return [node.disk.record.tip for node in self.world.alive()]
 
     def _tips_with_a_future(self) -> list[Manifest]:
-        """All tips up to the best one from which a peer may still continue.
+        """All tips, up to the best tip, from which a peer may still continue.
 
-        A peer with a lower tip than the best one has a better chain to follow [F1].
+        A peer whose tip is lower than the best tip has a better chain to follow [F1].
         """
         led = [self._may_go_on(node) for node in self.world.alive()]
         best = max((tip.code for tip in led if tip), default=None)
@@ -207,14 +207,14 @@ def run_schedule(
     """Runs the schedule that a class and a seed define.
 
     Args:
-        fault_class: letter in `ALL_CLASSES`; a mere label when `mix` is given.
-        seed: which schedule of the class.
+        fault_class: letter in `ALL_CLASSES`. Only a label when `mix` is given.
+        seed: number of the schedule in the class.
         tested: the code under test, mutated or not.
-        mix: faults of another class.
-        trace: gets every event and effect, a line each.
+        mix: faults that replace those of the class.
+        trace: called with a line for every event and effect.
 
     Returns:
-        The outcome; its `violation` says which invariant broke and how, if one did.
+        The outcome. Its `violation` says which invariant broke and how. None if none broke.
     """
     random = Random(f"{fault_class}:{seed}")
     scenario = draw(mix or ALL_CLASSES[fault_class], random)
@@ -249,7 +249,7 @@ def build(
 
 
 def play(world: World, scenario: Scenario) -> None:
-    """Runs the scenario until all live peers have recovered from it.
+    """Runs the scenario until all live peers have recovered from its faults.
 
     Raises:
         Violation: an invariant does not hold.

@@ -1,6 +1,6 @@
 """The store of blobs: content under its digest, in memory or on disk.
 
-Blobs are written, verified and read in pieces: no blob is in memory as a whole.
+Blobs are written, verified and read in pieces, so that no blob is in memory as a whole.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ class Pins:
 
 
 class Partial:
-    """A blob that is still arriving: room in a pack, and the verified pieces in it.
+    """A blob that is still arriving: room in a pack, with the pieces verified so far.
 
     Attributes:
-        digest: of its complete content.
-        num_bytes: its complete size.
-        index: concatenated digests of its pieces, once known.
-        place: its room.
+        digest: digest of the complete content.
+        num_bytes: size of the complete content.
+        index: concatenated digests of the pieces, once known.
+        place: the room in the pack.
     """
 
     def __init__(self, digest: str, place: Place) -> None:
@@ -96,7 +96,7 @@ class Partial:
         self._have: set[int] = set()
 
     def set_index(self, index: bytes) -> None:
-        """Sets the piece index; BadBlob unless the digest names it."""
+        """Sets the piece index; raises BadBlob if the blob's digest is not that of the index."""
         if len(index) != DIGEST_BYTES * num_pieces(self.num_bytes):
             raise BadBlob("blob_index", f"{self.digest}: piece index of {len(index)} bytes")
         if digest_of_index(index) != self.digest:
@@ -114,11 +114,11 @@ class Partial:
 
     @property
     def complete(self) -> bool:
-        """Whether all pieces are there."""
+        """Whether all pieces have arrived."""
         return len(self._have) == num_pieces(self.num_bytes)
 
     def write_piece(self, number: int, piece: memoryview) -> None:
-        """Verifies and keeps one piece; 4 MiB take about 2 ms. BadBlob if its digest is wrong."""
+        """Verifies and keeps a piece, in 2 ms for 4 MiB; raises BadBlob for a wrong digest."""
         assert self.index is not None, "pieces cannot be verified without the index"
         start = DIGEST_BYTES * number
         if blake3(piece).digest() != self.index[start : start + DIGEST_BYTES]:
@@ -137,12 +137,12 @@ class Partial:
 
 
 class Draft:
-    """Room in a pack, filled from beginning to end, with constant use of memory.
+    """Room in a pack, to be filled from beginning to end with constant use of memory.
 
-    One thread at a time writes. As a context manager it discards itself unless it was finished.
+    Only one thread at a time may write. As a context manager, a draft is discarded unless finished.
 
     Attributes:
-        num_bytes: its complete size.
+        num_bytes: complete size of the draft.
     """
 
     def __init__(
@@ -151,8 +151,8 @@ class Draft:
         """See `BlobStore.draft`.
 
         Args:
-            place: its room.
-            keep: called with digest and piece index once it is complete.
+            place: the room in the pack.
+            keep: called with digest and piece index once the draft is complete.
             drop: releases the room.
         """
         self.num_bytes = place.num_bytes
@@ -166,8 +166,8 @@ class Draft:
         """Appends bytes; about 0.5 s per GB, plus the time of the disk.
 
         Raises:
-            StateError: the disk did not take them. Nothing was appended, so the same bytes may be
-                written again.
+            StateError: the disk did not take the bytes. Nothing was appended, so the same bytes may
+                be written again.
             ValueError: the draft has no room for them, or is finished or discarded.
         """
         view = memoryview(content).cast("B")
@@ -188,7 +188,7 @@ class Draft:
                 self._piece = blake3()
 
     def finish(self) -> str:
-        """Adds it to the store's blobs, pinned once, and returns its digest.
+        """Adds the draft to the store as a blob, pinned once, and returns the digest.
 
         Raises:
             ValueError: bytes are missing, or the draft is finished or discarded.
@@ -230,11 +230,10 @@ class BlobFile:
 
 
 class BlobStore:
-    """Thread-safe, since the trainer puts and reads while the network thread serves and receives.
+    """Stores blobs; thread-safe, since trainer and network thread use it at the same time.
 
     Attributes:
-        on_lost: called in any thread, with digest and reason, when a stored blob proved damaged and
-            was dropped.
+        on_lost: called in any thread, with digest and reason, after a damaged blob was dropped.
     """
 
     def __init__(self, root: Path | None = None) -> None:
@@ -249,7 +248,7 @@ class BlobStore:
         self._places = self._packs.places
         self._partials: dict[tuple[str, int], Partial] = {}
         self._indexes: dict[str, bytes] = {}
-        """Known indexes of blobs of several pieces."""
+        """Known piece indexes of blobs with several pieces."""
         self._holds = Pins()
 
     def _lost(self, digest: str, why: str) -> None:
@@ -281,11 +280,11 @@ class BlobStore:
                 self._packs.settle(digest, place)
 
     def draft(self, num_bytes: int, on_finish: Callable[[str], None] | None = None) -> Draft:
-        """Room for a value that this peer makes, so that its digest is not yet known.
+        """Room for a value that this peer makes, whose digest is not yet known.
 
         Args:
-            num_bytes: its exact size.
-            on_finish: called with its digest once it is in the store, pinned once.
+            num_bytes: exact size of the value.
+            on_finish: called with the digest once the value is in the store, pinned once.
 
         Raises:
             StateError: the disk has no room for another pack.
@@ -308,7 +307,7 @@ class BlobStore:
         return Draft(place, keep, drop)
 
     def writer(self, digest: str, num_bytes: int) -> Partial:
-        """The arriving blob of this digest and size, with the pieces that arrived before."""
+        """The arriving blob of this digest and size, with the pieces that have arrived before."""
         key = (digest, num_bytes)
         with self._lock:
             if key not in self._partials:
@@ -325,7 +324,7 @@ class BlobStore:
                 self._indexes[partial.digest] = partial.index
 
     def discard(self, partial: Partial) -> None:
-        """Drops an arriving blob with all its pieces; nobody may write to it any more."""
+        """Drops an arriving blob with all its pieces; no thread may still write to it."""
         with self._lock:
             if self._partials.pop((partial.digest, partial.num_bytes), None):
                 self._packs.abandon(partial.place)
@@ -345,7 +344,7 @@ class BlobStore:
         return place.num_bytes if place else None
 
     def bytes_here(self, digest: str, num_bytes: int) -> int:
-        """Number of checked bytes here of a blob of this size, which may still be arriving."""
+        """Number of verified bytes here of a blob of this size, which may still be arriving."""
         with self._lock:
             partial = self._partials.get((digest, num_bytes))
         if self.has(digest):
@@ -353,7 +352,7 @@ class BlobStore:
         return partial.num_bytes_here if partial else 0
 
     def get(self, digest: str) -> memoryview | None:
-        """The whole blob, read-only; None if it is not here. Disk contents are not verified."""
+        """The whole blob, read-only; None if it is not here. Bytes from disk are not verified."""
         place = self._places.get(digest)
         return place.read(0, place.num_bytes) if place else None
 
@@ -386,7 +385,7 @@ class BlobStore:
         return BlobFile(place.pack, place.offset)
 
     def known_index(self, digest: str) -> bytes | None:
-        """The `index` if it is in memory; None if it is unknown, or the blob has one piece."""
+        """The `index`, if it is in memory; None if it is not, or the blob has only one piece."""
         return self._indexes.get(digest)
 
     def index(self, digest: str) -> bytes | None:
@@ -406,12 +405,12 @@ class BlobStore:
         return index
 
     def sync(self, digests: Iterable[str]) -> None:
-        """Makes blobs durable; after it returns they survive kill -9 and loss of power.
+        """Makes blobs durable: after the call they survive kill -9 and loss of power.
 
-        Costs one fdatasync and one small file for each pack with new blobs; closes these packs.
+        Needs one fdatasync and one small file for each pack with new blobs, and closes these packs.
 
         Raises:
-            MissingBlobs: some of them are not here.
+            MissingBlobs: some of these blobs are not here.
             StateError: the disk failed.
         """
         wanted = set(digests)
@@ -422,7 +421,7 @@ class BlobStore:
         """Reads blobs again and drops those whose bytes have changed; about 0.5 s per GB.
 
         Returns:
-            The digests that are not here, or were dropped now.
+            The digests of blobs that are not here, or were dropped now.
         """
         absent, damaged = [], {}
         for digest in sorted(set(digests)):
@@ -437,7 +436,7 @@ class BlobStore:
         return sorted([*absent, *damaged])
 
     def pin(self, digests: Iterable[str]) -> None:
-        """Keeps blobs, here or not yet here, through `collect` until they are unpinned as often."""
+        """Protects blobs, here or still to come, from `collect` until unpinned as often."""
         with self._lock:
             self._holds.pin(digests)
 
@@ -451,21 +450,21 @@ class BlobStore:
 
         Args:
             name: the manifest's digest.
-            digests: its blobs.
+            digests: digests of the manifest's blobs.
             now: seconds, of the clock that `collect` gets.
 
         Returns:
-            Whether they are kept: for ten minutes after the first call, and for at most two
-            manifests at a time.
+            Whether the blobs are kept. They are for ten minutes after the first call, and for at
+            most two manifests at a time.
         """
         with self._lock:
             return self._holds.lease(name, digests, now)
 
     def forget(self, keep: Collection[str], now: float = math.inf) -> int:
-        """Drops every blob that is not in `keep`, pinned or leased; returns how many.
+        """Drops every blob that is neither in `keep` nor pinned or leased; returns how many.
 
-        `now` is of the clock that `lease` gets; without it no lease counts. The disk is not
-        touched: `shrink` releases the room.
+        `now` is by the clock of `lease`; without `now` no lease counts. The disk is not touched;
+        `shrink` releases the room.
         """
         with self._lock:
             live = set(keep) | self._holds.held(now)
@@ -480,11 +479,11 @@ class BlobStore:
     def shrink(self, is_ended: Callable[[], bool] = lambda: False) -> None:
         """Releases the room of dropped blobs; not for the network thread.
 
-        Packs without blobs are deleted. Packs that are less than half full are rewritten, which
-        costs reading and writing their blobs. Others may use the store meanwhile.
+        Packs without blobs are deleted. Packs that are less than half full are rewritten: their
+        blobs are read and written again. Other threads may use the store during this work.
 
         Args:
-            is_ended: called with every piece; once it is true, packs stay as they are.
+            is_ended: asked at every piece; once it is true, packs stay as they are.
 
         Raises:
             StateError: the disk failed. Packs that could not be rewritten are unchanged, and the
@@ -520,7 +519,7 @@ def _ignore(*_: str) -> None:
 
 
 def write(draft: Draft, content: Content) -> Digest:
-    """Fills a draft and finishes it, or discards it; returns the digest of the pinned blob."""
+    """Fills and finishes a draft, or discards it; returns the digest of the pinned blob."""
     with draft:
         for piece in content:
             draft.write(piece)
@@ -546,9 +545,9 @@ def delta_in(store: BlobStore, digest: Digest) -> Delta:
 
 @contextmanager
 def kept(store: BlobStore, digests: Iterable[Digest]) -> Iterator[list[Digest]]:
-    """Keeps blobs while the context lasts; yields those that are not here."""
+    """Keeps blobs while the context lasts. Yields the blobs that are not here."""
     wanted = sorted(set(digests))
-    store.pin(wanted)  # before the check, so that no collection comes in between
+    store.pin(wanted)  # before the check, so that no collection comes between
     try:
         yield [digest for digest in wanted if not store.has(digest)]
     finally:
@@ -556,7 +555,7 @@ def kept(store: BlobStore, digests: Iterable[Digest]) -> Iterator[list[Digest]]:
 
 
 class BlobGone(StateError):
-    """A blob of an older manifest was collected: a newer tip must be adopted instead."""
+    """A blob of an older manifest was deleted, so a newer tip must be adopted instead."""
 
     def __init__(self, digest: Digest) -> None:
         super().__init__(f"the blob {digest[:12]} was collected: a newer tip has come")

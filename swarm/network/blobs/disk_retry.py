@@ -1,10 +1,10 @@
 """Retries errors of this machine that an operator can fix: a full disk, too many open files.
 
-A read-only disk is retried too. Lack of memory is retried, but not for long: any other part may
-fail next.
+A read-only disk is retried too. Lack of memory is retried only briefly, since other parts of the
+process may fail next.
 
-A peer that waits sends nothing in the rounds, as if it were paused. Other peers continue. The
-waiting peer has promised nothing that it has not made durable.
+A waiting peer sends nothing in the rounds, as if it were paused, and other peers continue. This is
+safe, because the waiting peer has sent no promise or vote that is not durable.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MENDED_BY = {
     errno.ENFILE: "close programs that hold files open",
     errno.ENOMEM: "stop other programs",
 }
-"""Errors that may pass, and what a person can do."""
+"""Errors that may be temporary, with the remedy for a person."""
 _NO_THREAD = "can't start new thread"
 _MAY_PASS = (OSError, StateError, MemoryError, RuntimeError)
 
@@ -47,7 +47,7 @@ _waiting: dict[_Tries, str] = {}
 
 
 def awaited() -> str:
-    """The faults that wait for a person in this process; "" for none."""
+    """The faults in this process that wait for a person; "" for none."""
     return "; ".join(sorted({*_waiting.copy().values()}))
 
 
@@ -70,7 +70,7 @@ def is_memory(error: BaseException) -> bool:
 
 
 def raise_typed(error: BaseException, who: str) -> NoReturn:
-    """Raises an error that stopped a part of the peer, as one with an exit code.
+    """Raises the error that stopped a part of the peer, as an error with an exit code.
 
     Raises:
         SwarmError: always; `OutOfMemory` if memory was short.
@@ -83,10 +83,10 @@ def raise_typed(error: BaseException, who: str) -> NoReturn:
 
 
 def after_failure(error: Exception, attempt: int, waited_s: float) -> Pause:
-    """Whether a failed call is tried again.
+    """Decides whether a failed call is retried.
 
     Args:
-        error: of the call.
+        error: error of the call.
         attempt: 0 for the first.
         waited_s: since the first.
     """
@@ -113,15 +113,15 @@ def _number(error: BaseException) -> int:
 def patiently(
     write: Callable[[], Result], what: str, sleep: Callable[[float], None] = time.sleep
 ) -> Result:
-    """Writes, and repeats that while the machine refuses it; the written values must not change.
+    """Calls `write` until the machine allows it; the written values must not change.
 
     Args:
         write: may fail for lack of disk, descriptors or memory, and must be repeatable then.
-        what: for the log.
+        what: name of the written thing, for the log.
         sleep: waits; may raise to end the retries.
 
     Raises:
-        StateError: the error does not pass by itself, or not within half an hour.
+        StateError: the error is not temporary, or lasts for half an hour.
         OutOfMemory: memory stays short for a minute.
     """
     with _Tries(what) as tries:
@@ -134,7 +134,7 @@ def patiently(
 
 
 async def patiently_async(write: Callable[[], Awaitable[Result]], what: str) -> Result:
-    """The same as `patiently`, in a loop."""
+    """Does the same as `patiently`, for a coroutine in an asyncio loop."""
     with _Tries(what) as tries:
         while True:
             try:

@@ -27,12 +27,12 @@ from swarm.protocol.values.digests import PIECE_BYTES, digest_of_index
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 2**30
-"""Most bytes of one read call; Linux returns at most 2 GiB less a page."""
+"""Most bytes of one read call; Linux returns at most 2 GiB minus a page."""
 WRITEBACK_BYTES = 16 * 2**20
-"""After this many written bytes the disk starts to write them back."""
+"""Written bytes after which the system is asked to start writing them to the disk."""
 _SYNC_FILE_RANGE_WRITE = 2
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
-"""Only Linux has this call, and Python does not offer it."""
+"""The C function; only Linux has it, and Python has no interface to it."""
 if _sync_file_range:
     _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
@@ -44,10 +44,11 @@ class Pack(Protocol):
     """Room for blobs. The store serializes `allocate`; other methods may run in several threads.
 
     Attributes:
-        num_bytes: allocated so far.
+        num_bytes: bytes allocated so far.
         num_writers: allocations that are still being filled; counted by the store.
-        is_doubtful: writing contents back failed once. The system reports that to one caller and
-            then treats the pages as clean, so contents not yet durable must be written elsewhere.
+        is_doubtful: writing to the disk has failed once. The system reports this to one caller,
+            then treats the pages as clean. So contents that are not durable yet must be written
+            elsewhere.
     """
 
     num_bytes: int
@@ -58,7 +59,7 @@ class Pack(Protocol):
         """Reserves room and returns its offset."""
 
     def release(self, offset: int, num_bytes: int) -> None:
-        """Takes back an unused allocation; serialized with `allocate`."""
+        """Takes back an unused allocation; the store serializes this with `allocate`."""
 
     def write(self, offset: int, start: int, data: memoryview) -> None:
         """Writes into an allocation, `start` bytes after its beginning."""
@@ -67,10 +68,10 @@ class Pack(Protocol):
         """Reads from an allocation, read-only; CorruptState if the bytes are missing."""
 
     def make_durable(self, placed: Iterable[Placed]) -> None:
-        """After this returns, these blobs survive kill -9 and loss of power."""
+        """Makes these blobs durable: after the call they survive kill -9 and loss of power."""
 
     def delete(self) -> None:
-        """Releases the room; running reads still succeed."""
+        """Releases the room; reads that are running still succeed."""
 
 
 class MemoryPack:
@@ -86,7 +87,7 @@ class MemoryPack:
         """See `Pack`."""
         offset = self.num_bytes
         self._contents[offset] = bytearray(num_bytes)
-        # Empty blobs take room too: otherwise two allocations would share an offset.
+        # Empty blobs take room too, since otherwise two allocations would share an offset.
         self.num_bytes += max(num_bytes, 1)
         return offset
 
@@ -101,14 +102,14 @@ class MemoryPack:
         memoryview(self._contents[offset])[start : start + len(data)] = data
 
     def read(self, offset: int, start: int, length: int) -> memoryview:
-        """See `Pack`; a view, since complete content is never written again."""
+        """See `Pack`; returns a view, since complete content is never written again."""
         return memoryview(self._contents[offset])[start : start + length].toreadonly()
 
     def make_durable(self, placed: Iterable[Placed]) -> None:
-        """Nothing to do: memory is as durable as it gets."""
+        """Does nothing, since memory cannot be more durable."""
 
     def delete(self) -> None:
-        """Nothing to do: the last reader frees it."""
+        """Does nothing; the last reader frees the memory."""
 
 
 class FilePack:
@@ -128,7 +129,7 @@ class FilePack:
         return self._descriptor
 
     def __del__(self) -> None:
-        # Readers hold the pack while they read, so its descriptor is never another file's.
+        # Readers hold a reference to the pack, so its descriptor never belongs to another file.
         if hasattr(self, "_descriptor"):
             os.close(self._descriptor)
 
@@ -180,7 +181,7 @@ class FilePack:
         return content.toreadonly()
 
     def make_durable(self, placed: Iterable[Placed]) -> None:
-        """Syncs contents, writes a new index, renames it: a crash leaves the old or the new one."""
+        """Syncs contents, then replaces the index: a crash leaves the old or the new one."""
         try:
             os.fdatasync(self._descriptor)
         except OSError as error:
@@ -192,7 +193,7 @@ class FilePack:
             raise _state_error(self.path, error) from error
 
     def delete(self) -> None:
-        """Deletes the index first: a pack without an index counts as empty."""
+        """Deletes the index first, since a pack without an index counts as empty."""
         try:
             index_path(self.path).unlink(missing_ok=True)
             self.path.unlink(missing_ok=True)
@@ -201,10 +202,10 @@ class FilePack:
 
 
 def _begin_writeback(descriptor: int) -> None:
-    """Starts writing back, so that `make_durable` waits less; only a hint.
+    """Asks the system to start writing to the disk, so that `make_durable` waits less.
 
     When 112 MB arrive over half a second, fdatasync then takes 6 to 20 ms instead of 40 to 60
-    (measured). A failure shows in fdatasync.
+    (measured). fdatasync reports a failure.
     """
     if _sync_file_range:
         _sync_file_range(descriptor, 0, 0, _SYNC_FILE_RANGE_WRITE)
@@ -242,7 +243,7 @@ def _state_error(path: Path, error: OSError) -> StateError:
 PACK_BYTES = 2**30
 """A pack larger than this takes no further blob."""
 TURN_S = 0.001
-"""Pause after each rewritten pack, in which waiting threads can take a lock: locks have no
+"""Pause after each rewritten pack, in which waiting threads can take a lock, since locks have no
 queue."""
 
 
@@ -260,7 +261,7 @@ class Place:
         return self.pack.read(self.offset, start, max(0, min(length, self.num_bytes - start)))
 
     def index(self, see: Callable[[int, memoryview], None] | None = None) -> bytes:
-        """Concatenated digests of the content's pieces; `see` gets each piece's start and bytes."""
+        """Concatenated digests of the content's pieces; `see` gets start and bytes of each."""
         index = bytearray()
         for start in range(0, self.num_bytes, PIECE_BYTES):
             piece = self.read(start, PIECE_BYTES)
@@ -275,23 +276,24 @@ class _Ended(Exception):
 
 
 class PackSet:
-    """Packs and places; a place changes under `lock`, and slow work runs outside of it.
+    """Packs and places; a place changes only under `lock`, and slow work runs without it.
 
     An allocation counts as a writer of its pack until its content has a place, or it is abandoned.
-    The place comes and the writer goes in one locked section, so a pack with neither is garbage.
+    The place is added and the writer removed in one locked section, so a pack without both is
+    garbage.
 
     Attributes:
         lock: held for `allocate`, `settle`, `release`, `abandon` and changes of `places`.
-        durability: held to write indexes, move blobs or remove packs; taken before
-            `lock`. Without it places may be added or removed, but not changed.
-        places: of all stored blobs.
+        durability: held to write indexes, move blobs or remove packs; taken before `lock`. Without
+            this lock places may be added or removed, but not changed.
+        places: places of all stored blobs.
     """
 
     def __init__(self, folder: Path | None, on_lost: Callable[[str, str], None]) -> None:
         """Opens the packs in `folder`; None keeps blobs in memory only.
 
         Args:
-            folder: of the packs.
+            folder: folder of the packs.
             on_lost: called with digest and reason for a blob whose bytes proved damaged.
 
         Raises:
@@ -343,7 +345,7 @@ class PackSet:
     # ------------------------------------------------ allocations; the caller holds `lock`
 
     def allocate(self, num_bytes: int) -> Place:
-        """Room in the open pack, which counts one more writer."""
+        """Allocates room in the open pack, and counts a further writer of the pack."""
         if self._open is None or self._open.num_bytes >= PACK_BYTES:
             self._open = self._new_pack()
             self._packs.append(self._open)
@@ -362,23 +364,23 @@ class PackSet:
             raise StateError(f"{path}: {error.strerror}") from error
 
     def settle(self, digest: str, place: Place) -> None:
-        """Makes this the blob's place once its content is written, unless the blob has a place."""
+        """Makes this the blob's place once its content is written, unless the blob has one."""
         self.places.setdefault(digest, place)
         self.abandon(place)
 
     def abandon(self, place: Place) -> None:
-        """Ends an allocation that is no longer filled; room that no blob refers to is garbage."""
+        """Ends an allocation that is no longer being filled; its room becomes garbage."""
         place.pack.num_writers -= 1
 
     def release(self, place: Place) -> None:
-        """Ends an allocation that nobody reads or writes; its room is released at once."""
+        """Ends an allocation that no thread reads or writes; its room is released at once."""
         self.abandon(place)
         place.pack.release(place.offset, place.num_bytes)
 
     # ------------------------------------------------ durability; the caller holds `durability`
 
     def make_durable(self, wanted: Collection[str]) -> None:
-        """Makes blobs durable; StateError if the disk failed, MissingBlobs if some are not here."""
+        """Makes blobs durable; raises StateError if the disk fails, or MissingBlobs."""
         new = self._new(wanted)
         doubtful = {d: place for d, place in new.items() if place.pack.is_doubtful}
         if doubtful:
@@ -407,7 +409,7 @@ class PackSet:
         pack.make_durable((d, place.offset, place.num_bytes) for d, place in (old | new).items())
 
     def drop(self, places: dict[str, Place], why: str) -> None:
-        """Drops blobs that are still at these places, also from the indexes on disk."""
+        """Drops blobs that are still at these places, from the indexes on disk too."""
         with self.lock:
             dropped = {d: p for d, p in places.items() if self.places.get(d) is p}
             for digest in dropped:
@@ -421,16 +423,16 @@ class PackSet:
     # ------------------------------------------------ room; the caller holds no lock
 
     def shrink(self, is_ended: Callable[[], bool]) -> None:
-        """Deletes packs that are garbage, then rewrites those that are mostly garbage.
+        """Deletes packs that are garbage, then rewrites packs that are mostly garbage.
 
-        Packs that become garbage meanwhile are included. `durability` is held no longer than it
-        takes to make the copies of one pack durable.
+        Packs that become garbage during the call are included. `durability` is held only while the
+        copies of one pack are made durable.
 
         Args:
-            is_ended: called with every piece; once it is true, packs stay as they are.
+            is_ended: called with every piece. Once it returns True, packs are not changed.
 
         Raises:
-            StateError: the disk failed for a pack, which is unchanged; the others are done.
+            StateError: the disk failed for a pack, which does not change. The others are rewritten.
         """
         tried: list[Pack] = []
         failure: StateError | None = None
@@ -454,14 +456,15 @@ class PackSet:
     def _most_garbage(self, tried: Collection[Pack]) -> tuple[Pack | None, dict[str, Place]]:
         """The least filled pack, and its blobs; None if all are at least half full.
 
-        The pack is closed, and no blobs are being made durable, so no blobs are added from here on.
+        The pack is closed, and none of its blobs are being made durable, so no blobs are added any
+        more.
         """
         with self.durability, self.lock:
             live_bytes: dict[int, int] = {}
             for place in self.places.values():
                 number = id(place.pack)
-                # An empty blob takes room in memory: a pack of empty blobs must not be garbage
-                # forever.
+                # An empty blob takes room in memory, so that a pack of empty blobs is not always
+                # garbage.
                 live_bytes[number] = live_bytes.get(number, 0) + max(place.num_bytes, 1)
             live = {pack: live_bytes.get(id(pack), -1) for pack in self._packs}
             garbage = [
@@ -493,8 +496,8 @@ class PackSet:
     ) -> None:
         """Moves these blobs to their copies, once durable blobs have durable copies.
 
-        Until then nothing refers to the copies, and the old places stay. So neither a failure nor a
-        crash between any two steps loses a blob.
+        Until then nothing refers to the copies, and the old places are kept. So neither a failure
+        nor a crash between any two steps loses a blob.
         """
         try:
             listed = {digest: copy for digest, copy in copies.items() if digest in durable}
@@ -505,7 +508,7 @@ class PackSet:
                 self._list(pack, {d: copy for d, copy in listed.items() if copy.pack is pack})
         except BaseException:
             with self.lock:
-                for copy in copies.values():  # an index may list them: keep their room
+                for copy in copies.values():  # an index may list them, so their room is kept
                     self.abandon(copy)
             raise
         with self.lock:

@@ -1,7 +1,7 @@
-"""Limits depth and number of elements before hivemind's msgpack decoder gets foreign bytes.
+"""Limits depth and number of elements of foreign bytes before hivemind's msgpack decoder.
 
 hivemind decodes extension types by recursion, and each level takes 40 kB of the C stack. 200 nested
-tuples, 936 bytes, end the process with a segmentation fault (measured). So the bytes are scanned
+tuples (936 bytes) end the process with a segmentation fault (measured). So the bytes are scanned
 first, without recursion and without creating values.
 
 hivemind decodes three kinds of foreign bytes, each behind a check:
@@ -25,29 +25,31 @@ from hivemind.utils import MSGPackSerializer
 from swarm.errors import BadRecord
 
 MAX_DEPTH = 16
-"""A dictionary of records has four levels; 16 nested extension types take 640 kB of stack."""
+"""Most nesting levels. A dictionary of records has four; 16 nested extension types take 640 kB of
+stack."""
 MAX_ELEMENTS = 4200
-"""A record has four elements, and the dictionary of a key has 1,024 records at most."""
+"""Most elements. A record has four, and the dictionary of a key has 1,024 records at most."""
 _TUPLE, _DICTIONARY = 0x40, 0x50
 _SIZES = {1: struct.Struct(">B"), 2: struct.Struct(">H"), 4: struct.Struct(">I")}
-# First byte -> bytes of the length that follows it.
+# By first byte: size of the length that follows.
 _BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 _EXTENSIONS = {0xC7: 1, 0xC8: 2, 0xC9: 4}
 _ARRAYS, _MAPS = {0xDC: 2, 0xDD: 4}, {0xDE: 2, 0xDF: 4}
-# First byte -> bytes of the value that follows it.
+# By first byte: size of the value that follows.
 _FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8}
 _FIXED |= {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
 _FIXED_EXTENSIONS = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 
 
 class _Scan:
-    """A position in foreign bytes, and the open containers around it."""
+    """A position in foreign bytes, with the open containers around it."""
 
     def __init__(self, encoded: bytes) -> None:
         self._encoded = encoded
         self._at = 0
         self.num_elements = 0
-        # For each container: missing elements, where it must end, whether exactly there.
+        # For each container: number of missing elements, limit of its end, whether it must end
+        # exactly there.
         self._open = [(1, len(encoded), True)]
 
     def problem(self) -> str | None:
@@ -107,7 +109,7 @@ class _Scan:
         return None
 
     def _enter(self, num_bytes: int, end: int) -> str | None:
-        """Enters an extension type: one value that must fill it."""
+        """Enters an extension type, which must contain exactly one value."""
         if self._at + 1 + num_bytes > end:
             return "an extension type is longer than its container"
         code = self._encoded[self._at]
@@ -135,12 +137,12 @@ def num_elements(encoded: bytes) -> int:
 
 
 def is_bytes(encoded: bytes) -> bool:
-    """Whether this is msgpack of one byte string, as all values of this swarm's records are."""
+    """Whether this is msgpack of one byte string, as every value of this swarm's records is."""
     return encoded[:1] in (b"\xc4", b"\xc5", b"\xc6") and structure_problem(encoded) is None
 
 
 class BoundedSerializer(MSGPackSerializer):
-    """hivemind's serializer, which refuses bytes that are nested too deep or too large.
+    """hivemind's serializer, changed to refuse bytes that are nested too deep or too large.
 
     Args:
         refuse: counts a refusal under its reason.
@@ -171,7 +173,7 @@ class BoundedSerializer(MSGPackSerializer):
 def guard_hivemind() -> None:
     """Makes every DHT node of this process decode within limits, from its first message on.
 
-    A node that has entered gets a `BoundedSerializer` of its own, which counts refusals.
+    After its entry a node gets a `BoundedSerializer` of its own, which counts refusals.
     """
     DHTProtocol.serializer = BoundedSerializer(_uncounted)
 

@@ -1,6 +1,6 @@
-"""The DHT: signed values under keys, each value replaced only by its owner.
+"""The DHT: signed values under keys; only its owner can replace a value.
 
-Storing is charged to the peer that asks for it, and the bytes that the DHT moves are counted.
+A store is charged to the peer that asks for it, and all bytes of the DHT are counted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from swarm.protocol.records.records import MAX_RUN_RECORD_BYTES, runs_keys
 
 
 class CountedP2P:
-    """Wraps a daemon: bytes of its calls and answers count as the DHT's; all else is unchanged."""
+    """Wraps a daemon, and counts the bytes of its calls and answers as the DHT's."""
 
     def __init__(self, p2p: P2P, traffic: Traffic) -> None:
         self._p2p, self._traffic = p2p, traffic
@@ -42,7 +42,7 @@ class CountedP2P:
     async def call_protobuf_handler(
         self, peer_id: PeerID, name: str, question: Any, answer_type: Any
     ) -> Any:
-        """Asks, as the daemon does."""
+        """Calls another peer, as the daemon does."""
         self._traffic.dht_bytes += question.ByteSize()
         answer = await self._p2p.call_protobuf_handler(peer_id, name, question, answer_type)
         self._traffic.dht_bytes += answer.ByteSize()
@@ -55,7 +55,7 @@ class CountedP2P:
         *types: Any,
         **more: Any,
     ) -> None:
-        """Answers others, as the daemon does."""
+        """Lets a handler answer others, as the daemon does."""
 
         async def counted(question: Any, context: P2PContext) -> Any:
             self._traffic.dht_bytes += question.ByteSize()
@@ -69,11 +69,11 @@ class CountedP2P:
 Handler = Callable[[DHTProtocol, dht_pb2.StoreRequest, P2PContext], Awaitable[Any]]
 
 _OF_DICTIONARY, _OF_ENTRY = 5, 4
-"""Number of msgpack values in a dictionary without entries, and in each entry."""
+"""Number of msgpack values in an empty dictionary, and in each entry."""
 
 
 def cost_of(request: dht_pb2.StoreRequest, most: int) -> tuple[int, int]:
-    """The number of records in a call, and the bytes that they count as.
+    """The number of records in a call, and the bytes that are charged for them.
 
     Counting stops once there are more than `most` records. Entries of dictionaries are counted
     without being decoded.
@@ -93,13 +93,13 @@ def cost_of(request: dht_pb2.StoreRequest, most: int) -> tuple[int, int]:
 
 
 def charging(store: Handler) -> Handler:
-    """Hivemind's handler of stores, which refuses calls that their sender cannot pay for."""
+    """Hivemind's handler of stores, changed to refuse calls over the sender's limits."""
 
     # hivemind reads the types of a handler's arguments.
     @wraps(store)
     async def charged(self: DHTProtocol, request: dht_pb2.StoreRequest, context: P2PContext) -> Any:
         sender, held = context.remote_id.to_base58(), self.storage
-        if not isinstance(held, local_storage.LocalStorage):  # this node is still entering the DHT
+        if not isinstance(held, local_storage.LocalStorage):  # before the node has entered the DHT
             if (
                 cost_of(request, local_storage.MAX_HELD_RECORDS)[0]
                 <= local_storage.MAX_HELD_RECORDS
@@ -126,10 +126,11 @@ MAX_VALUE_BYTES = 20_000
 MAX_RECORDS_PER_KEY = local_storage.MAX_OF_KEY
 """Limit of the records of a key that all holders together send."""
 ROOM_BYTES = 256
-"""Size of a record in a holder without its value: the owner's key, the signature and so on."""
+"""Size of a stored record without its value: the owner's key, the signature and the rest."""
 _CALL_S = 15.0
 _LOW_BITS = 2**32 - 1
-"""The low 32 of an id's 160 bits. Two nodes whose ids differ only there are next to impossible."""
+"""The low 32 of an id's 160 bits. It is nearly impossible that the ids of two nodes differ only
+there."""
 _CLOCKS = re.compile(r"local: ([\d.]+), peer: ([\d.]+)")
 """Matches hivemind's refusal of a peer whose clock differs."""
 
@@ -161,7 +162,7 @@ class Dht:
             DHTID.generate(source=key): MAX_RUN_RECORD_BYTES + ROOM_BYTES for key in runs_keys()
         }
         held = local_storage.LocalStorage(me, ledger, locate, traffic.refuse, limits)
-        held.take_over(node.protocol.storage)  # stored since it was reachable
+        held.take_over(node.protocol.storage)  # records stored since the node was reachable
         node.protocol.storage, node.protocol.cache = held, local_storage.NoCache()
         node.find_nearest_nodes = _beside(node.find_nearest_nodes)
         self._expirations: dict[str, float] = {}
@@ -173,7 +174,7 @@ class Dht:
         return frozenset(peer.to_base58() for peer in peers)
 
     async def store(self, key: str, value: bytes, ttl_s: float) -> bool:
-        """Publishes one's own value; its expiration must grow, or holders keep the old one.
+        """Publishes this peer's value. Holders keep the old value unless the expiration grows.
 
         Raises:
             NobodyReachable: the DHT did not answer in time.
@@ -192,7 +193,7 @@ class Dht:
         return bool(stored)
 
     async def get_many(self, keys: Sequence[str]) -> dict[str, dict[str, StoredValue]]:
-        """For each key, its records by the peer id of their owner; see `Node.get_many`."""
+        """The records of each key, by the peer id of their owner; see `Node.get_many`."""
         async with _answered():
             found = await self._node.get_many(keys, sufficient_expiration_time=float("inf"))
         return {key: self._owned(found[key].value if found[key] else None) for key in keys}
@@ -215,7 +216,7 @@ class Dht:
         return records
 
     async def ping(self, peer: PeerID) -> bool:
-        """Whether the peer's DHT node answers; the two nodes then know each other."""
+        """Whether the peer's DHT node answers; after an answer the two nodes know each other."""
         return await self._node.protocol.call_ping(peer) is not None
 
     async def close(self) -> None:
@@ -224,11 +225,11 @@ class Dht:
 
 
 def _beside(find: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Hivemind's search for the nodes that are to store, changed to look for a place near the key.
+    """Hivemind's search for nodes that can store, changed to search at a place near the key.
 
-    A node that is asked for a key itself also sends all records of the key: hundreds of kB from
-    its holders, at each heartbeat. The same nodes are nearest to a place that differs in low bits
-    only. The place is random, so that nobody can have filled it.
+    A node that is asked for the key itself also sends all records of the key, which is hundreds of
+    kB from all holders at each heartbeat. The same nodes are nearest to a place that differs from
+    the key in low bits only. The place is random, so that nobody can have filled it.
     """
 
     async def search(
@@ -251,7 +252,7 @@ def _beside(find: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]
 
 @asynccontextmanager
 async def _answered() -> AsyncIterator[None]:
-    """Limits the time of a call to the DHT: nodes near a key may answer pings and nothing else."""
+    """Limits the time of a call to the DHT, since nodes near a key may answer nothing but pings."""
     try:
         async with asyncio.timeout(_CALL_S):
             yield
@@ -260,10 +261,10 @@ async def _answered() -> AsyncIterator[None]:
 
 
 def refusal(text: str) -> NobodyReachable:
-    """Why hivemind's node does not enter through a peer that answers, with the remedy.
+    """The error, with its remedy, when hivemind's node cannot enter through a peer that answers.
 
     Args:
-        text: hivemind's own sentence; hivemind checks two things only.
+        text: hivemind's message; hivemind checks only the clock and the dial back.
     """
     if told := _CLOCKS.search(text):
         ahead_s = float(told[1]) - float(told[2])
@@ -307,8 +308,7 @@ async def open_dht(
             client_mode=client_mode,
             ensure_bootstrap_success=must_reach,
             strict=must_reach,
-            # A cache would serve nothing, as `latest` bypasses it, and would send whole keys
-            # around.
+            # `latest` bypasses a cache, which would only make nodes send whole keys to each other.
             cache_locally=False,
             cache_nearest=0,
             cache_on_store=False,

@@ -1,7 +1,8 @@
 """The part of the DHT that this peer stores for others: bounded, and shared fairly by owners.
 
 hivemind's storage keeps every signed record for as long as its writer says. It sends all records of
-a key in one message, and all records at once to a newly met node: above 4 MiB they reach nobody.
+a key in one message, and all records at once to a newly met node. A message above 4 MiB reaches
+nobody.
 """
 
 from __future__ import annotations
@@ -28,31 +29,34 @@ MAX_HELD_BYTES = 3 * 2**20
 MAX_STRANGERS_BYTES = MAX_HELD_BYTES // 4
 """The part of `MAX_HELD_BYTES` for owners that are not members of this peer's run."""
 MAX_OWNER_BYTES = 64 * 1024
-"""Limit of one owner under all keys: more than its largest records of all kinds together."""
+"""Limit of one owner under all keys, above the size of its largest records of all kinds
+together."""
 MAX_LIFE_S = 930.0
-"""The life of our longest record, with a margin for clocks that differ. It is below the readers'
-limit, since a reader that refuses one record drops all others that its holder sent with it."""
+"""Longest life of a stored record: that of our longest, with a margin for clocks that differ. It is
+below the readers' limit, since a reader that refuses one record drops all others that its holder
+sent with it."""
 OVERHEAD_BYTES = 64
-"""Size of a record in a message without its subkey and value."""
+"""Size of a record in a message, without subkey and value."""
 LEAST_BYTES = 2048
-"""Smaller records are charged as if they had this size, here and to their senders. Even an empty
-record costs its holders and readers a signature, and honest records have 1 to 20 kB."""
+"""Smaller records count as having this size, in this storage and in the sender's accounts. Even an
+empty record costs its holders and readers a signature check, and honest records have 1 to 20 kB."""
 MAX_HELD_RECORDS = MAX_HELD_BYTES // LEAST_BYTES
-"""A member may send as many records in one call, since it sends its whole storage to a node that
-it meets."""
+"""Most records in this storage, and in one call of a member, since a member sends its whole storage
+to a node that it meets."""
 STRANGERS_RECORDS = 256
-"""Limit for one call of a stranger: an account that is full covers a single call of any size."""
+"""Most records in one call of a stranger. Without it, a full account would allow one call of any
+size."""
 SWEEP_S = 1.0
 
 MAX_OF_KEY = 1024
-"""Records in one answer: the asking peer checks the signature of each, from five holders."""
+"""Most records in one answer. The asking peer verifies the signature of each, from five holders."""
 
 OWN = "own"
-"""Stands for the network of this peer's own records."""
+"""The name of the network of this peer's own records."""
 
 Place = tuple[DHTID, bytes]
 Origin = tuple[str, str]
-"""The network from which a record was stored, and its owner."""
+"""The network from which a record was stored, and the record's owner."""
 Name = TypeVar("Name", str, Origin)
 
 
@@ -77,7 +81,7 @@ class _Sums:
         self.owners: dict[str, Counter[str]] = {}
 
     def add(self, held: Held, sign: int) -> None:
-        """Counts a record that was added, or with a sign of -1 one that was removed."""
+        """Counts an added record, or with a sign of -1 a removed one."""
         change, owners = sign * held.num_bytes, self.owners.setdefault(held.network, Counter())
         self.total += change
         _add(self.networks, held.network, change)
@@ -90,10 +94,10 @@ class LocalStorage(DHTLocalStorage):
     """Replaces hivemind's storage.
 
     Records of members have precedence. Among strangers, the network that stored most loses records
-    to networks that stored less. Within a network, and among members, the owner that has most loses
-    records. Between equals, earlier records stay. So displacing or shutting out a stranger with
-    small records takes as many networks as there is room for, or as many identities of its own
-    network.
+    to networks that stored less. Within a network, and among members, the owner with most bytes
+    loses records. Between equals, earlier records are kept. So an attacker that wants to exclude a
+    stranger with small records needs as many networks as there is room for, or as many identities
+    in the stranger's network.
     """
 
     def __init__(
@@ -128,7 +132,7 @@ class LocalStorage(DHTLocalStorage):
 
     @property
     def num_bytes(self) -> int:
-        """The room that all records take; in a message they take no more."""
+        """The bytes for which all records count; in a message they have no more."""
         return self._sums[True].total + self._sums[False].total
 
     def most_records(self, sender: str) -> int:
@@ -137,9 +141,9 @@ class LocalStorage(DHTLocalStorage):
 
     @contextmanager
     def stored_by(self, sender: str, num_bytes: int, num_records: int = 1) -> Iterator[bool]:
-        """Whether a sender may store so much; records stored in this context count as the sender's.
+        """Whether a sender may store so much; records stored in the block count for the sender.
 
-        hivemind stores the records of one call without awaiting anything in between.
+        hivemind does not await anything between the records of one call.
         """
         self._locate(sender)
         try:
@@ -157,7 +161,7 @@ class LocalStorage(DHTLocalStorage):
             self._network = OWN
 
     def take_over(self, storage: DHTLocalStorage) -> None:
-        """Takes the records in hivemind's own storage, as if they arrived now."""
+        """Takes over the records in hivemind's own storage, as if they arrived now."""
         for key, (records, _) in list(storage.items()):
             for subkey, (value, expiration) in list(records.items()):
                 self.store_subkey(key, subkey, value, expiration)
@@ -191,7 +195,7 @@ class LocalStorage(DHTLocalStorage):
         return True
 
     def get(self, key: DHTID) -> ValueWithExpiration[DictionaryDHTValue] | None:
-        """The living records of a key, `MAX_OF_KEY` at most, those of members first."""
+        """The unexpired records of a key, `MAX_OF_KEY` at most, those of members first."""
         now_s = dht_clock()()
         self._tell_apart()
         found, records = DictionaryDHTValue(), self._keys.get(key, {})
@@ -208,7 +212,7 @@ class LocalStorage(DHTLocalStorage):
     def _fault(
         self, key: DHTID, subkey: bytes, value: bytes, life_s: float, old: Held | None
     ) -> str | None:
-        """Why a record is not kept, None once there is room for it."""
+        """Why a record is not kept; None once there is room for it."""
         owner = owner_of(subkey)
         if owner is None:
             return "record_owner"
@@ -234,7 +238,7 @@ class LocalStorage(DHTLocalStorage):
                 self._sums[self._is_member(owner)].add(held, 1)
 
     def _make_room(self, owner: str, growth: int) -> bool:
-        """Drops records for `growth` more bytes of an owner; False if none has to give way."""
+        """Drops records to make room for `growth` more bytes of an owner; False if impossible."""
         while self._is_full(owner, growth):
             victim = self._victim(owner, growth)
             if victim is None:
@@ -247,7 +251,7 @@ class LocalStorage(DHTLocalStorage):
         return self.num_bytes + growth > MAX_HELD_BYTES or strangers > MAX_STRANGERS_BYTES
 
     def _victim(self, owner: str, growth: int) -> Origin | None:
-        """The owner whose record gives way to this growth of another owner, if any has to."""
+        """The owner that has to lose a record for this growth of another owner, if there is one."""
         mine, is_member = self._used[owner] + growth, self._is_member(owner)
         strangers, members = self._sums[False], self._sums[True]
         if is_member and not strangers.total:
@@ -320,15 +324,15 @@ def _add(sums: Counter[Any], name: Hashable, change: int) -> None:
 
 
 def _largest(used: Mapping[Name, int]) -> Name | None:
-    """The owner that has most; of equal ones the last that arrived."""
+    """The owner with most bytes, or of several such owners, the last that arrived."""
     return max(reversed(list(used)), key=used.__getitem__, default=None)
 
 
 class NoCache(DHTLocalStorage):
     """Replaces hivemind's cache, which any writer could fill.
 
-    A holder answers from its cache if an entry there lives longer than those in its storage. So one
-    cached record would hide all other records of a key.
+    A holder answers from its cache if an entry there lives longer than the entries in its storage.
+    So one cached record would hide all other records of a key.
     """
 
     def store(self, *_record: object, **_more: object) -> bool:

@@ -1,4 +1,4 @@
-"""The DHT records that a peer accepts: small, expiring soon, and signed by the peer they name."""
+"""The DHT records that a peer accepts: small, short-lived, and signed by the peer they name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from swarm.network.wire.steady_clock import dht_clock
 MAX_SIGNED_BYTES = 20 * 1024
 """Limit of a record with its signature: the largest of our records, with a margin."""
 MAX_TTL_S = 3600.0
-"""A reader's limit. Holders keep only records with far shorter lives, see `local_storage.py`."""
+"""A reader's limit of a record's life. Holders keep only far shorter ones, see
+`local_storage.py`."""
 _PACKED = MSGPackSerializer.dumps(bytes(KEY_BYTES))[:-KEY_BYTES]
 """The prefix that msgpack puts before a subkey."""
 
@@ -57,16 +58,16 @@ class SignedRecords(RecordValidatorBase):
         return 10
 
     def merge_with(self, other: RecordValidatorBase) -> bool:
-        """Two validators of signatures are equivalent."""
+        """Merges with any validator of signatures, since two of them are equivalent."""
         return isinstance(other, SignedRecords)
 
     def _fault(self, record: DHTRecord) -> str | None:
-        # In a dictionary that arrived as a whole, these may have any type.
+        # In a dictionary that arrived as a whole, the fields may have any type.
         if not (isinstance(record.value, bytes) and isinstance(record.expiration_time, float)):
             return "record_schema"
         if len(record.value) > MAX_SIGNED_BYTES:
             return "record_size"
-        # Written so that NaN is refused too; the lower bound refuses values that JSON cannot have.
+        # This form refuses NaN too; the lower bound refuses values that JSON cannot have.
         if not 0.0 <= record.expiration_time <= dht_clock()() + MAX_TTL_S:
             return "record_expiration"
         owner = _owner_of_packed(record.subkey)

@@ -1,1 +1,1 @@
-"""Transfer of blobs: asked for, received, verified and served."""
+"""Transfer of blobs: requests, receives, verifies and serves them."""

@@ -24,18 +24,19 @@ logger = logging.getLogger(__name__)
 
 
 YIELD_S = 6.0
-"""Longest wait of a stranger for its next 64 KiB, since the member that it waits for may read
-nothing at all. It is below the limits for no progress and for a stuck fetch."""
+"""Longest wait of a stranger for its next 64 KiB. There is a limit because the member that is
+served first may read nothing at all. It is below the limits for no progress and for a stuck
+fetch."""
 PER_MEMBER_BYTE = STRANGERS_SHARE / (1 - STRANGERS_SHARE)
 LOOK_S = 0.03
-"""Interval at which a waiting stream looks for room on the link; one part takes longer."""
+"""Interval at which a waiting stream checks for room on the link; one part takes longer."""
 MOST_BYTES = 2**20
-"""Limit of the strangers' common credit and debt, so that one burst does not count for long."""
+"""Limit of the strangers' common credit and debt, so that the effect of one burst is short."""
 
 
 @dataclass
 class _Network:
-    """The streams of one network that wait for a turn, and the lock of the turn."""
+    """The streams of one network that wait for their turn, and the lock of the turn."""
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     num_streams: int = 0
@@ -47,7 +48,7 @@ class FairQueue:
     def __init__(
         self, is_member: Callable[[str], bool], network_of: Callable[[str], str] = str
     ) -> None:
-        """Nobody is served yet.
+        """Begins without streams.
 
         Args:
             is_member: whether a peer id is a member of the run.
@@ -62,7 +63,7 @@ class FairQueue:
 
     @contextmanager
     def serving(self, peer: str, *, may_wait: bool = False) -> Iterator[None]:
-        """Lasts while a peer gets an answer; others wait for that of a member unless `may_wait`."""
+        """Surrounds an answer to a peer. Others wait for a member's answer, unless `may_wait`."""
         if may_wait or not self._is_member(peer):
             yield
             return
@@ -76,7 +77,7 @@ class FairQueue:
 
     @asynccontextmanager
     async def among_strangers(self, peer: str) -> AsyncIterator[None]:
-        """Holds the turn of a stranger's network; members need none.
+        """Surrounds a part that is sent in the turn of a stranger's network; members need no turn.
 
         A stranger that has waited for `YIELD_S` continues without the turn.
         """
@@ -111,7 +112,7 @@ class FairQueue:
 
         Args:
             peer: receives the answer.
-            num_bytes: of the part.
+            num_bytes: bytes of the part.
             may_wait: whether the part yields to others even if the peer is a member.
             has_room: whether the others leave part of this peer's link unused, for example because
                 their own links are full.
@@ -121,7 +122,7 @@ class FairQueue:
             return
         loop = asyncio.get_running_loop()
         until_s = loop.time() + YIELD_S * min(1.0, num_bytes / LARGEST_PART_BYTES)
-        # Another stranger may have been first.
+        # Another stranger may have taken the room.
         while not (self._free.is_set() or has_room()) and loop.time() < until_s:
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(LOOK_S, until_s - loop.time())):
@@ -141,19 +142,19 @@ class FairQueue:
 
 
 SMALL_BYTES = 64 * 1024
-"""Blobs up to this size are read and written: cheaper than a call of sendfile."""
+"""Blobs up to this size are read and written, which is cheaper than a call of sendfile."""
 FIRST_ASK_S = 10.0
-"""A stream without a first ask is ended after this long: an honest peer asks at once."""
+"""A stream without a first ask is ended after this long, since an honest peer asks at once."""
 IDLE_S = 60.0
 """A stream without another ask is ended only after this long, since its last answer may still cross
-a slow link. A stream whose reader takes less than `PART_BYTES` in this time is ended too: less does
-not count as progress there."""
+a slow link. A stream whose reader takes less than `PART_BYTES` in this time is ended too; the
+asking side does not count less as progress."""
 ANSWER_S = 1800.0
 """Limit of one answer, however fast it is. A stream may last as long as its answers progress."""
 ASKS_AT_ONCE = 32
-"""Number of asks, all of which have arrived, that are answered before the loop gets a turn."""
+"""So many asks that have arrived are answered before other tasks of the loop run."""
 TURNED_AWAY = 64
-"""Limit of streams that are getting the refusal "no room" at once; each takes up to 5 s."""
+"""Most streams that are refused for lack of room at a time; each refusal takes up to 5 s."""
 _REFUSED_S = 5.0
 
 
@@ -309,11 +310,11 @@ async def _send_content(
     turn: Callable[[int], Awaitable[None]],
     most: int,
 ) -> AsyncIterator[int]:
-    """Sends a range of a blob, each part in its turn; yields the number of bytes of each part.
+    """Sends a range of a blob, each part in its turn; yields the size of each part.
 
     Raises:
-        ConnectionError: the blob was removed or truncated meanwhile. The head has been sent, so
-            the asking side learns of this only by the stream's early end.
+        ConnectionError: the blob was removed or truncated during the transfer. The head has been
+            sent, so the asking side learns of this only by the stream's early end.
     """
     file = store.file_of(digest) if len(span) > SMALL_BYTES else None
     for start in span[::most]:
@@ -332,7 +333,7 @@ async def _send_content(
 async def _send_file(
     file: BlobFile, start: int, num_bytes: int, writer: asyncio.StreamWriter
 ) -> None:
-    """The kernel moves the bytes: a round takes 6 % less CPU time by `bench_averaging.py`."""
+    """Sends by the kernel, which takes 6 % less CPU time a round (`bench_averaging.py`)."""
     send = asyncio.get_running_loop().sendfile
     pack, offset = cast(BinaryIO, file.pack), file.offset + start
     try:
@@ -369,7 +370,7 @@ async def _send(data: bytes | memoryview, writer: asyncio.StreamWriter) -> None:
 async def _refuse(
     status: Status, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    """Sends a refusal, then waits for the other side to close: otherwise the head may be lost."""
+    """Sends a refusal, then waits for the other side to close, or the head might be lost."""
     await _send(Head(status).encode(), writer)
     async with asyncio.timeout(_REFUSED_S):
         while await reader.read(PART_BYTES):

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 JOINED_AT_ONCE = 8
-"""Blobs queued in one turn of the loop: some 20 ms for units of a 7B model that 256 peers have."""
+"""Most blobs queued in one turn of the loop, which takes 20 ms for units of a 7B at 256 peers."""
 ASSIGNED_AT_ONCE = 128
-"""Pieces assigned at once, which takes some 30 ms with 256 peers."""
+"""Most pieces assigned at once, which takes some 30 ms with 256 peers."""
 YIELD_EVERY = 32
-"""Small blobs that have arrived are read without a pause; after this many, other tasks run."""
+"""Small blobs that have arrived are read without a pause; after so many, other tasks run."""
 
 
 PROTOCOL = "swarm.fetch/1"
@@ -28,7 +28,7 @@ class Status(IntEnum):
     HERE = 1  # the bytes follow
     MISSING = 2  # the blob is not here; the next answer follows
     BUSY = 3  # too many streams; nothing follows
-    BAD = 4  # the ask makes no sense; nothing follows
+    BAD = 4  # the ask is invalid; nothing follows
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Ask:
 
     @classmethod
     def decode(cls, encoded: bytes) -> Ask:
-        """Reads 49 bytes; any are valid."""
+        """Reads 49 bytes; every value is valid."""
         digest, offset, length, with_index = _ASK.unpack(encoded)
         return cls(digest.hex(), offset, length, bool(with_index))
 
 
 @dataclass(frozen=True)
 class Head:
-    """Begins an answer: has the size of the whole blob, and that of the index that follows."""
+    """Begins an answer; has the size of the whole blob, and of the index that follows."""
 
     status: int
     num_bytes: int = 0
@@ -65,5 +65,5 @@ class Head:
 
     @classmethod
     def decode(cls, encoded: bytes) -> Head:
-        """Reads 13 bytes; any are valid."""
+        """Reads 13 bytes; every value is valid."""
         return cls(*_HEAD.unpack(encoded))

@@ -1,4 +1,4 @@
-"""Fetches blobs from several peers at once: every piece is checked, and fetched once."""
+"""Fetches blobs from several peers at once; each piece is fetched once and verified."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FLOWS_PER_PEER = 2
 FLOWS = 64
 """Limit of open streams over all peers: each has a thread and a buffer of `PIECE_BYTES`."""
 PUMP_AGAIN_S = 1.0
-"""Pause after a fault of this machine kept pieces from being assigned."""
+"""Pause after a fault of this machine prevented the assignment of pieces."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Want:
     """A wanted blob.
 
     Attributes:
-        digest: its name.
-        num_bytes: its size.
+        digest: digest of the blob.
+        num_bytes: size of the blob.
         sources: peers that may have it, in order of preference.
         at_most: whether `num_bytes` is only the largest acceptable size, which is 4 MiB at most.
     """
@@ -90,13 +90,13 @@ class Downloads:
         on_blob: OnBlob = lambda _: None,
         on_failure: OnFailure = lambda *_: None,
     ) -> None:
-        """Returns when all blobs are in the store; retries forever unless the caller cancels it.
+        """Returns when all blobs are in the store; retries until the caller cancels it.
 
         A blob that two calls want is fetched once. Blobs in the store count as checked.
 
         Args:
-            wants: blobs; those that are here cost nothing.
-            check: raises BadBlob for bad content, which is neither kept nor requested again; may
+            wants: the blobs; those that are here cost nothing.
+            check: raises BadBlob for bad content, which is neither kept nor requested again. It may
                 run in another thread, and must not keep the buffer.
             on_blob: called with the digest of each blob as it arrives.
             on_failure: called with digest, peer and a short reason for each failed attempt.
@@ -115,7 +115,7 @@ class Downloads:
                 if not self.store.has(want.digest):
                     self._join(want, caller)
                 elif want.digest in caller.waits_for:
-                    caller.arrived(want.digest)  # another call brought it
+                    caller.arrived(want.digest)  # another call has fetched it
                 if number % JOINED_AT_ONCE == 0:
                     self._pump_soon()
                     await asyncio.sleep(0)
@@ -201,7 +201,7 @@ class Downloads:
     def _tidy(self, download: Incoming) -> None:
         """Drops a download without callers; pieces already requested still arrive.
 
-        So a caller that cancels and asks again at once does not fetch anything twice.
+        So a caller that cancels and asks again at once fetches nothing twice.
         """
         if download.callers or not download.pieces:
             return  # a caller waits, or it is being kept
@@ -217,13 +217,13 @@ class Downloads:
             self.store.unpin([download.digest])
 
     def _pump_soon(self) -> None:
-        """Schedules one assignment of pieces for all arrivals in this turn of the loop."""
+        """Schedules one assignment of pieces, for all arrivals in this turn of the loop."""
         if not self._pumping:
             self._pumping = True
             asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Assigns pieces, and schedules the next call; a fault must not leave them unassigned."""
+        """Assigns pieces, and schedules the next call; after a fault, tries again."""
         self._pumping = False
         loop = asyncio.get_running_loop()
         if self._timer:
@@ -316,7 +316,7 @@ class Downloads:
         self._pump_soon()
 
     def _fault(self, peer: str, asked: Iterable[Piece], error: BaseException) -> None:
-        """Handles this peer's exception with one source: other sources must bring the pieces."""
+        """Handles an exception of this peer with one source; other sources fetch the pieces."""
         logger.error("a stream of %s failed by a fault of this peer", peer, exc_info=error)
         self._source_failed(peer, asked, Failure.SILENT, "own_fault")
 
@@ -336,7 +336,7 @@ class Downloads:
             self._tidy(piece.blob)
 
     def _piece_failed(self, piece: Piece, kind: Failure, reason: str, peer: str) -> None:
-        # The size came from the peer that named the blob, so the link may not be at fault.
+        # A wrong size may come from the peer that named the blob, so the link may not be at fault.
         of_line = kind is Failure.WRONG and self._node.distrust(peer, for_good=reason != BAD_SIZE)
         kind = Failure.SILENT if of_line else kind
         self._sourcing.failed(piece, kind, reason, asyncio.get_running_loop().time())
@@ -403,7 +403,7 @@ class Downloads:
         self._pump_soon()
 
     async def _finish(self, download: Incoming, last_piece: memoryview, verdicts: Verdicts) -> None:
-        """All pieces have arrived: keeps the blob unless all callers refuse its content."""
+        """Called when all pieces are here; keeps the blob unless all callers refuse its content."""
         size = download.num_bytes if download.partial else len(last_piece)
         while unjudged := [check for check in download.checks() if check not in verdicts]:
             # The blob has several pieces, or callers joined while this one waited.
@@ -433,7 +433,7 @@ class Downloads:
         return verdicts
 
     def _give_up(self, download: Incoming, error: BaseException) -> None:
-        """The blob cannot be had here: its callers get the error."""
+        """Gives up a blob that this machine cannot keep. The blob's callers get the error."""
         for piece in download.pieces:
             self._sourcing.forget(piece)
         self._remove(download)

@@ -20,11 +20,11 @@ from swarm.protocol.exchange.sourcing import Failure
 from swarm.protocol.values.digests import DIGEST_BYTES, PIECE_BYTES, num_pieces
 
 FIRST_ANSWER_S = 5.0
-"""Limit for opening a stream, and for the first answer if the peer answers on no other stream."""
+"""Limit for opening a stream, and for its first answer if the peer answers on no other stream."""
 INLINE_BYTES = 256 * 1024
-"""Larger pieces are received, verified and written by a thread in one call, not in the loop."""
+"""Larger pieces are received, verified and written in one call of a thread, not in the loop."""
 BATCH = 64
-"""With more small pieces requested than this, further requests wait and share one message."""
+"""If more small pieces than this are requested, further requests wait and share one message."""
 BAD_SIZE = "blob_size"
 """Reason of ending a stream whose answer announces another size than expected."""
 
@@ -37,7 +37,7 @@ class FlowFailed(Exception):
     """The stream cannot continue.
 
     Attributes:
-        kind: the fault of the oldest requested piece; None if it has none.
+        kind: the fault that counts for the oldest requested piece; None if none counts.
         reason: a short word by which such failures are counted.
     """
 
@@ -48,9 +48,9 @@ class FlowFailed(Exception):
 
 
 class TakeFailed(Exception):
-    """A piece arrived, but the function that verifies and keeps it failed.
+    """A piece arrived, but the function that verifies and keeps pieces failed.
 
-    The peer is not at fault: `__cause__` is the fault of a check, or of this machine.
+    The peer is not at fault; `__cause__` is a fault of a check, or of this machine.
     """
 
 
@@ -81,7 +81,7 @@ class FlowOwner(Protocol):
 
 
 class Flow:
-    """One stream; `run` until there are no more pieces to request.
+    """One stream. `run` lasts until there are no more pieces to request.
 
     Attributes:
         peer: the serving peer.
@@ -112,14 +112,15 @@ class Flow:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that the flow would still request."""
+        """How many more bytes the flow would request now."""
         return max(0, self._ahead_bytes - self._to_come_bytes)
 
     async def run(self, connection: socket.socket, progress_s: float) -> None:
-        """Requests and receives.
+        """Requests and receives pieces.
 
         Raises:
-            FlowFailed: its fault concerns the oldest piece in `asked`, if there is one.
+            FlowFailed: the stream cannot continue; the fault concerns the oldest piece in `asked`,
+                if any.
             TimeoutError: nothing arrived within `progress_s`.
             OSError: the stream ended early.
         """
@@ -133,7 +134,7 @@ class Flow:
             self._connection = None
 
     def ask(self) -> None:
-        """Requests as much as there is room for; called whenever there may be more."""
+        """Requests as many pieces as there is room for; called whenever there may be more."""
         if self._connection is None or len(self.asked) > BATCH:
             return
         while not self.asked or self.room_bytes:
@@ -146,8 +147,8 @@ class Flow:
             ask = Ask(piece.blob.digest, start, PIECE_BYTES, piece.blob.needs_index)
             self._unsent += ask.encode()
         if self._unsent:
-            # Requests are tiny: if the socket is full all the same, the rest is sent with the next
-            # request. An ended stream is noticed by the code that receives; other callers continue.
+            # Requests are tiny. If the socket is full nevertheless, the rest is sent with the next
+            # request. The receiving code notices an ended stream; other callers continue.
             with suppress(OSError):
                 # The flag is needed because a thread may have made the socket blocking.
                 sent = self._connection.send(self._unsent, socket.MSG_DONTWAIT)
@@ -185,7 +186,7 @@ class Flow:
         await self._owner.piece_taken(piece, content, verdicts)
 
     def _room_for(self, num_bytes: int) -> memoryview:
-        """A buffer, reused for large pieces: fresh memory costs as much as hashing it."""
+        """A buffer, reused for large pieces, since fresh memory costs as much time as hashing."""
         if num_bytes <= INLINE_BYTES:
             return memoryview(bytearray(num_bytes))
         if len(self._buffer) < num_bytes:
@@ -249,10 +250,11 @@ class Flow:
         take: Callable[[memoryview], Verdicts],
         progress_s: float,
     ) -> Verdicts:
-        """Receives and takes a large piece in a thread.
+        """Receives, verifies and keeps a large piece, in a thread.
 
-        One call does both, since a change of thread costs about as much as hashing 100 kB, and
-        received bytes are still in the caches. When cancelled, returns once the thread is done.
+        One call does all this, because a change of thread costs as much time as hashing 100 kB, and
+        received bytes are still in the caches. If cancelled, it returns once the thread has
+        finished.
         """
         arrived, stop = 0, threading.Event()
 
@@ -288,7 +290,7 @@ class Flow:
 
 
 async def off_loop(num_bytes: int, work: Callable[[], Result]) -> Result:
-    """Runs work whose time grows with this number of bytes, off the loop if it is long."""
+    """Runs work whose time grows with this number of bytes; in a thread if it is long."""
     if num_bytes <= INLINE_BYTES:
         return work()
     return await asyncio.get_running_loop().run_in_executor(None, work)

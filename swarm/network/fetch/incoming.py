@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 Check = Callable[[str, Content], None]
 Verdicts = Mapping["Check | None", str | None]
-"""The verdict of each check of a content: None, or a short reason for refusing it."""
+"""The verdict of each check on a content: None, or a short reason to refuse it."""
 OnBlob = Callable[[str], None]
 OnFailure = Callable[[str, str, str], None]
 
@@ -39,7 +39,7 @@ class Caller:
             self.finished.set_result(None)
 
     def failed(self, digest: str, peer: str, reason: str) -> None:
-        """One attempt failed; an exception of the callback ends this call only."""
+        """Reports a failed attempt; an exception of the callback ends only this call."""
         try:
             self.on_failure(digest, peer, reason)
         except Exception as error:  # noqa: BLE001 - the waiting caller raises it
@@ -56,15 +56,15 @@ class Incoming:
     """A blob that is being downloaded.
 
     Attributes:
-        digest: of its content.
-        num_bytes: its size, or the largest acceptable one.
+        digest: digest of its content.
+        num_bytes: size of the blob, or its largest acceptable size.
         exact: whether `num_bytes` is the size.
         partial: the pieces of a blob of several pieces.
-        sources: peers that may have it, in order of preference.
-        callers: calls that wait for it.
-        last_check: the check of the caller that left last; it is used for requested pieces that no
-            caller waits for any more.
-        pieces: still missing.
+        sources: peers that may have the blob, in order of preference.
+        callers: calls that wait for the blob.
+        last_check: the check of the caller that left last, used for requested pieces without a
+            waiting caller.
+        pieces: pieces that are still missing.
     """
 
     digest: str
@@ -78,7 +78,7 @@ class Incoming:
 
     @property
     def key(self) -> tuple[str, int, bool]:
-        """Two callers share a download if they agree on this key."""
+        """The key of a download, which callers with equal keys share."""
         return (self.digest, self.num_bytes, self.exact)
 
     @property
@@ -102,7 +102,7 @@ class Incoming:
         return None
 
     def keep(self, store: BlobStore, last_piece: memoryview) -> None:
-        """Adds the blob to the store; StateError if the disk does not take it."""
+        """Adds the blob to the store; raises StateError if the disk does not take it."""
         if self.partial:
             store.keep(self.partial)
         else:
@@ -115,21 +115,21 @@ class Incoming:
             if fault is None:
                 caller.arrived(self.digest)
                 continue
-            # The digest fixes the content, so every other source would send the same.
+            # The content follows from the digest, so every other source would send the same.
             for peer in self.sources:
                 caller.failed(self.digest, peer, fault)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a blob that one request asks for; a key in the tables of sources."""
+    """The part of a blob for which one request asks; a key in the tables of sources."""
 
     blob: Incoming
     number: int
 
     @property
     def num_bytes(self) -> int:
-        """Its size, as far as the blob's size is known."""
+        """Size of the piece, as far as the blob's size is known."""
         return max(0, min(PIECE_BYTES, self.blob.num_bytes - self.number * PIECE_BYTES))
 
     def __str__(self) -> str:

@@ -1,1 +1,1 @@
-"""A peer's place in the network: the daemon's lives, the DHT node, and probes of other peers."""
+"""A peer's place in the network: libp2p's daemon, the DHT node, and probes of other peers."""

@@ -1,8 +1,8 @@
 """A peer's place in the network: libp2p's daemon, one DHT node, one thread.
 
-Everything that waits here has a deadline, because the substrate does not report that a peer has
-left. Calls to it hang, stores succeed locally, and a dead daemon raises nothing at all. A daemon
-that died is restarted with the same identity.
+Every wait here has a deadline, because libp2p and the DHT do not report that a peer has left. Calls
+to such a peer hang, stores succeed locally, and a dead daemon raises no error. A dead daemon is
+restarted with the same identity.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ RENEW_ADDRESSES_S = 60.0
 REMEMBERED_TRIED = 64
 """Addresses from the disk that are probed at a start, all in parallel."""
 RESTART_AFTER_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 60.0, 60.0)
-"""Pauses before restarts of a daemon, while starts fail or the daemon dies at once."""
+"""Pauses before successive restarts of a daemon whose starts fail, or that dies at once."""
 STEADY_S = 60.0
 BACK_S = 10.0
 """How long calls wait for a daemon that is being restarted."""
@@ -65,14 +65,14 @@ class Node:
     """A running node; see `start`. Its coroutines run in its loop; other threads use `run`.
 
     Attributes:
-        peer_id: base58, derived from the identity file.
+        peer_id: id in base58, derived from the identity file.
         identity: signs certificates and records.
         entrances: peer ids at the addresses that a person gave.
-        addresses: to announce; loopback only if there is nothing else. Empty for a node that
-            does not listen.
+        addresses: addresses to announce; loopback addresses only if there are no others. Empty for
+            a node that does not listen.
         traffic: counters.
         ledger: limits the cost of other peers.
-        lines: success of messages to others.
+        lines: records which messages to others succeed.
         failure: why the daemon is dead; None while it lives.
     """
 
@@ -132,19 +132,19 @@ class Node:
         must_reach: bool = True,
         signer: Identity | None = None,
     ) -> Node:
-        """Starts daemon, handlers and DHT node, in this order, and returns when all are up.
+        """Starts daemon, handlers and DHT node, in this order, and returns once all run.
 
         Args:
-            identity_path: made if missing; None makes a temporary identity.
+            identity_path: the identity file, made if missing; None makes a temporary identity.
             network: the person's settings.
             known_peers: addresses that a person gave to enter the swarm; some may be unreachable.
             remembered: addresses from earlier runs, the freshest first; all may be unreachable.
             port: replaces port 0 in `network.host_maddrs`; if it is taken, a free one is used.
             handlers: may be called before this method returns.
-            deadline_s: for the whole start.
+            deadline_s: time limit for the whole start.
             must_reach: whether it is an error that no address answers; otherwise the node starts
                 alone and keeps trying.
-            signer: owner of the records that it publishes, if not the node itself.
+            signer: owner of the records that the node publishes, if not the node itself.
 
         Raises:
             NobodyReachable: no address answered.
@@ -154,9 +154,9 @@ class Node:
         """
         dht_clock()
         use_hivemind_log_handler("nowhere")
-        logging.getLogger("hivemind").setLevel(logging.WARNING)  # its INFO reports each start
+        logging.getLogger("hivemind").setLevel(logging.WARNING)  # INFO reports each start
         peers = [Address.parse(text) for text in known_peers]
-        # The daemon reads the identity again when it is restarted.
+        # A restarted daemon reads the identity again.
         folder = None if identity_path else tempfile.TemporaryDirectory(prefix="swarm-")
         path = identity_path or Path(folder.name if folder else "") / "identity.key"
         identity = load_or_create_identity(path)
@@ -186,12 +186,12 @@ class Node:
 
     @property
     def port(self) -> int | None:
-        """The TCP port that it listens on, saved for the next start."""
+        """The TCP port on which the node listens, saved for the next start."""
         return Address.parse(self.addresses[0]).port if self.addresses else None
 
     @property
     def num_neighbours(self) -> int:
-        """Size of the DHT's routing table: the reliable sign of a connection."""
+        """Size of the DHT's routing table, the only reliable sign of a connection."""
         return len(self.neighbours)
 
     @property
@@ -201,7 +201,7 @@ class Node:
 
     @property
     def known_addresses(self) -> tuple[Remembered, ...]:
-        """Addresses of others, the best first, for the caller to keep on disk."""
+        """Addresses of other peers, the best first, which the caller keeps on disk."""
         return self._book.known()
 
     def run(self, coroutine: Coroutine[Any, Any, Result], timeout_s: float | None) -> Result:
@@ -209,7 +209,7 @@ class Node:
         return self._thread.run(coroutine, timeout_s)
 
     def end(self, what: str, stopping: Coroutine[Any, Any, None], timeout_s: float) -> None:
-        """Stops an activity in the node's loop; a stop that takes longer ends with the thread."""
+        """Stops an activity in the node's loop; after the time limit it ends with the thread."""
         try:
             self.run(stopping, timeout_s)
         except TimeoutError:
@@ -228,7 +228,7 @@ class Node:
     async def post(self, peer_id: str, payload: bytes, timeout_s: float = 5.0) -> None:
         """Delivers one control message (at most 256 KiB); returns when it has been handled.
 
-        A peer that cannot be dialed is reached through one that both have dialed.
+        A peer that cannot be dialed is reached through a peer that both have dialed.
 
         Raises:
             Unreachable: no answer in time, or the other side refused it.
@@ -248,7 +248,7 @@ class Node:
         return await self._ways.request(peer_id, payload, timeout_s)
 
     async def open_stream(self, peer_id: str, protocol: str, timeout_s: float) -> socket.socket:
-        """A non-blocking socket to a handler of a bulk protocol; raises what `request` does."""
+        """A non-blocking socket to a handler of a bulk protocol; raises the errors of `request`."""
         return await self._ways.open_stream(peer_id, protocol, timeout_s)
 
     def give_back(self, peer_id: str, protocol: str, connection: socket.socket) -> None:
@@ -260,25 +260,25 @@ class Node:
         return await seen_at(self._living_p2p(), peer_id)
 
     def distrust(self, peer_id: str, *, for_good: bool) -> bool:
-        """Notes wrong bytes; True if the link may be at fault: libp2p is used from then on."""
+        """Notes wrong bytes; True if a direct link may be at fault: libp2p is used from now on."""
         return self._ways.distrust(peer_id, for_good=for_good)
 
     def unanswered(self, peer_id: str) -> None:
-        """Notes that a peer answered nothing on an open stream: the link may be cut."""
+        """Notes that a peer did not answer on an open stream, because the link may be cut."""
         self._ways.unanswered(peer_id)
 
     def is_far(self, peer_id: str) -> bool:
-        """Whether a peer is reached only through others, so that its bytes travel twice."""
+        """Whether a peer is reached only through others, so that bytes to it are sent twice."""
         return self._ways.is_far(peer_id)
 
     # ------------------------------------------------ the DHT
 
     async def store(self, key: str, value: bytes, ttl_s: float) -> bool:
-        """Publishes one's own record (at most 20 KB) under a key, in place of the previous one.
+        """Publishes a record of this peer (at most 20 KB) under a key, in place of the last one.
 
         Returns:
-            Whether any holder took it. The DHT also says True when there is no network and only
-            this node holds it: check by reading one's own record through others.
+            Whether any holder took the record. The DHT also says True without a network, when only
+            this node holds the record. To be sure, read the record through other peers.
 
         Raises:
             NobodyReachable: the DHT did not answer within 15 s.
@@ -288,10 +288,10 @@ class Node:
         return await self._living().dht.store(key, value, ttl_s)
 
     async def get_many(self, keys: Sequence[str]) -> dict[str, dict[str, StoredValue]]:
-        """For each key, its records by the peer id of the owner who signed them.
+        """The records of each key, by the peer id of the owner that signed them.
 
         Returns:
-            At most 1,024 records a key, first those of members.
+            At most 1,024 records a key, those of members first.
 
         Raises:
             NobodyReachable: the DHT did not answer within 15 s.
@@ -301,14 +301,15 @@ class Node:
         return await self._living().dht.get_many(keys)
 
     def remember(self, addresses: Sequence[str]) -> None:
-        """Adds addresses that `heal` tries; to be called in the loop, with those from records."""
+        """Adds addresses from records for `heal` to try; must be called in the loop."""
         self._book.add(addresses)
 
     async def heal(self) -> int:
         """Connects to and pings the addresses that are due, at most 16; returns how many answered.
 
-        A loop calls it every 2 s; `address_book.introductions` says which addresses are due.
-        Without it, a network that was cut stays cut after the link is back (measured: 4 of 5 runs).
+        A loop calls this every 2 s; `address_book.introductions` says which addresses are due.
+        Without these calls, a network that was cut stays cut after the link is back (measured: 4 of
+        5 runs).
         """
         now = Moment(time.monotonic(), time.time())
         chosen = [i.address for i in self._book.next(self.neighbours, now, HEAL_ADDRESSES)]
@@ -316,7 +317,7 @@ class Node:
         found = await asyncio.gather(*map(substrate.reach, chosen), return_exceptions=True)
         answered = [each is True for each in found]
         for address, each in zip(chosen, found, strict=True):
-            if isinstance(each, BaseException):  # a fault with one address affects no other
+            if isinstance(each, BaseException):  # a fault with one address does not affect others
                 logger.error(
                     "%s was not tried because of a fault here", address.text, exc_info=each
                 )
@@ -335,7 +336,7 @@ class Node:
                     await self.renew_addresses()
 
     async def renew_addresses(self) -> None:
-        """Looks up this machine's addresses: many routers give a new one each day."""
+        """Looks up this machine's addresses, since many routers assign a new address each day."""
         if not self.addresses:  # client mode: it listens nowhere; libp2p cannot tell
             return
         try:
@@ -380,9 +381,9 @@ class Node:
         self.failure, self._began_s = None, time.monotonic()
 
     async def _supervise(self) -> None:
-        """Restarts a daemon that died, until restarts fail too often in a row.
+        """Restarts a dead daemon, until restarts fail too often in a row.
 
-        It may be called again at any time: a daemon that is dead by then is restarted at once.
+        May be called again at any time; a daemon that is dead by then is restarted at once.
         """
         while not self._given_up:
             if self.failure is None:
@@ -396,7 +397,7 @@ class Node:
             await self._restart()
 
     async def _restart(self) -> None:
-        """Restarts the daemon, each time after a longer pause; gives up in the end."""
+        """Restarts the daemon, with a longer pause before each attempt; gives up in the end."""
         assert self._substrate is not None
         port, first = self.port, self._attempt
         try:
@@ -409,7 +410,8 @@ class Node:
             await asyncio.sleep(pause_s)
             try:
                 peers = self._book.addresses()[:HEAL_ADDRESSES]
-                # Others may still take the old daemon's connection for that of a living twin.
+                # Other peers may still mistake the old daemon's connection for that of a second
+                # living peer.
                 substrate = await open_substrate(
                     self._opening, peers, port, must_reach=False, check_identity=False
                 )

@@ -1,7 +1,7 @@
 """Peers probe each other: identity, address as seen from outside, dial-back, and speed.
 
-Every peer answers these questions, within limits. A peer that wants to join can then report faults
-of its machine before it downloads anything.
+Every peer answers these questions, within limits. So a peer that wants to join can report faults of
+its machine before it downloads anything.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ PROTOCOL = "swarm.measure/1"
 MAX_BYTES = 8 * 2**20
 _DIAL_S = _OPEN_S = 5.0
 DIALLING = 3
-"""Neighbours that a peer asks to dial it."""
+"""How many neighbours a peer asks to dial it."""
 DIALLING_S = _DIAL_S + 1.0
 ANSWER_S = 10.0
 _STREAM_S = 30.0
 BESIDE = 0.02
-"""A test counts as undisturbed if other bytes on the line are at most this share of its bytes."""
+"""A test counts as undisturbed if other bytes on the link are at most this share of its own."""
 _PART_BYTES = 64 * 1024
 _ASK = struct.Struct(">BI")
 _BANNER = b"/multistream/1.0.0\n"
@@ -54,11 +54,11 @@ class Question(BaseModel):
 
     kind: Literal["about", "dial"]
     port: int = Field(default=0, ge=0, le=65_535)
-    """To dial. The host is the sender's own, so no third host is probed."""
+    """The port to dial, always at the sender's host, so that no third host is probed."""
 
 
 class About(BaseModel):
-    """What a peer says about itself and about the sender of the question."""
+    """A peer's answer about itself and about the sender of the question."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -162,7 +162,7 @@ async def _send(
 async def _take(
     num_bytes: int, traffic: Traffic, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    """Answers each part with a byte, so that the sender counts bytes that arrived."""
+    """Answers each part with a byte, so that the sender counts only bytes that arrived."""
     for _ in range(num_bytes // _PART_BYTES):
         await traffic.down.wait(_PART_BYTES)
         await reader.readexactly(_PART_BYTES)
@@ -174,7 +174,7 @@ async def _dial(seen_at: str, port: int) -> str | None:
     """Why the asking peer cannot be dialed at a port of its host; None if it can.
 
     Raises:
-        BadMessage: its host is not known, for example because others relayed the question.
+        BadMessage: the peer's host is not known, for example because others relayed the question.
     """
     if seen_at.count("/") < 4 or not seen_at.startswith("/ip"):
         raise BadMessage("probe_unknown", "your address is not known")
@@ -200,7 +200,7 @@ async def _dial(seen_at: str, port: int) -> str | None:
 
 @asynccontextmanager
 async def greeting(hosts: Sequence[str], port: int) -> AsyncIterator[None]:
-    """Greets dialing peers as libp2p does, on a port whose owner does not listen yet.
+    """Greets dialing peers like libp2p, on a port where libp2p does not listen yet.
 
     Raises:
         OSError: the port cannot be listened on.
@@ -224,9 +224,9 @@ class Look:
     """The answer of one peer, and its timing.
 
     Attributes:
-        about: its answer.
-        rtt_ms: shortest of a few questions.
-        clock_offset_s: its clock minus this machine's.
+        about: answer of the peer.
+        rtt_ms: shortest round trip of a few questions.
+        clock_offset_s: the peer's clock minus this machine's.
     """
 
     about: About
@@ -238,7 +238,7 @@ async def look_at(node: Node, peer: str, questions: int = 3) -> Look:
     """Asks a peer about itself, and measures the time.
 
     Raises:
-        Unreachable: no answer, or none that can be understood.
+        Unreachable: no answer, or an invalid one.
     """
     looks = []
     for _ in range(questions):
@@ -259,7 +259,7 @@ async def dial_back(node: Node, peer: str, port: int) -> str | None:
 
 
 async def dial_fault(node: Node) -> str | None:
-    """Why none of a few neighbours can dial this peer; None if one can, or none answers."""
+    """Why no neighbour of a few can dial this peer; None if one can, or if none answers."""
     port = node.port
     if port is None:
         return None
@@ -267,7 +267,7 @@ async def dial_fault(node: Node) -> str | None:
     try:
         async with asyncio.timeout(DIALLING_S):
             found = await asyncio.gather(*tries, return_exceptions=True)
-    except TimeoutError:  # silence says nothing about this machine
+    except TimeoutError:  # a neighbour's silence proves nothing about this machine
         return None
     faults = [fault for fault in found if not isinstance(fault, BaseException)]
     return faults[0] if faults and None not in faults else None
@@ -297,10 +297,11 @@ async def measure_mbit(
 async def measure_uplink(
     node: Node, peer: str, *, limit_s: float, num_bytes: int = MAX_BYTES
 ) -> tuple[float, float | None]:
-    """The rate away from this peer as of `measure_mbit`, and the rate of a full uplink.
+    """The rate away from this peer, as `measure_mbit` has it, and the rate of a full uplink.
 
-    The second rate is None if the uplink was not the limit, or if other data was sent meanwhile. It
-    is also None if the kernel gives no figures: over libp2p, and on other systems than Linux.
+    The second rate is None if the uplink was not the limit, or if other data was sent at the same
+    time. It is also None if the kernel has no figures: over libp2p, and on other systems than
+    Linux.
 
     Raises:
         Unreachable: as `measure_mbit`.
@@ -347,7 +348,7 @@ class _Moved:
 
 
 def rate_mbit(samples: Sequence[tuple[float, int]]) -> float:
-    """The rate in the second half of the time, from (time, bytes so far), beginning with (t, 0)."""
+    """The rate in the second half of the time; samples are (time, bytes so far), from (t, 0) on."""
     (began_s, _), (ended_s, total) = samples[0], samples[-1]
     middle_s = (began_s + ended_s) / 2
     start_s, before = [sample for sample in samples if sample[0] <= middle_s][-1]
@@ -367,7 +368,7 @@ async def _receive(
 async def _transmit(
     connection: socket.socket, num_bytes: int, moved: _Moved, traffic: Traffic
 ) -> None:
-    """Counts acknowledged bytes: many sent bytes may still be in this machine."""
+    """Counts acknowledged bytes, since many sent bytes may still be in this machine."""
     fill(connection)
     loop = asyncio.get_running_loop()
 

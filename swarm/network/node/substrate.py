@@ -1,4 +1,4 @@
-"""One life of libp2p's daemon, with a DHT node on it; a `Node` may have several."""
+"""One run of libp2p's daemon, with a DHT node; a `Node` may have several, one after another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-# As X: stand-ins for libp2p and the DHT in virtual time take these names from here.
+# "as X" exports these names for the stand-ins for libp2p and the DHT in virtual time.
 from hivemind.dht.storage import DHTLocalStorage as DHTLocalStorage
 from hivemind.p2p import P2P as P2P
 from hivemind.p2p import PeerID as PeerID
@@ -32,20 +32,20 @@ from swarm.network.wire.upload_rate import LineBytes
 logger = logging.getLogger(__name__)
 
 ENTRANCES = 16
-"""Limit of addresses through which a start enters the DHT: only probed, reachable ones count."""
+"""Most reachable addresses through which a start enters the DHT."""
 _PROBE_S = 3.0
 TRIES = 3
-"""Attempts to enter through reachable addresses: a peer listens there, so one may succeed."""
+"""Attempts to enter through reachable addresses, where a peer listens and so may answer later."""
 
 Register = Callable[[P2P], Awaitable[None]]
 
 
 @dataclass(frozen=True)
 class Opening:
-    """The inputs that all lives of the daemon share.
+    """The inputs that all runs of the daemon share.
 
     Attributes:
-        identity: the same in all of them.
+        identity: this peer's identity, the same in all runs.
         network: the person's settings.
         traffic: counters.
         register: makes this peer's handlers known to a new daemon, before the DHT is up.
@@ -66,12 +66,12 @@ class Opening:
 
 @dataclass(frozen=True)
 class Substrate:
-    """A daemon that ran when this was made, and its DHT node.
+    """A running daemon, and its DHT node.
 
     Attributes:
         p2p: the daemon.
         dht: the node.
-        addresses: to announce; empty for a peer that does not listen.
+        addresses: the addresses to announce; empty for a peer that does not listen.
         line: counts the daemon's traffic.
     """
 
@@ -86,7 +86,7 @@ class Substrate:
         return self.dht.neighbours
 
     async def ended(self) -> str:
-        """Waits until the daemon is dead, or its connection has broken, and says which."""
+        """Waits until the daemon is dead, or the connection to it is broken; returns which."""
         ended = asyncio.create_task(self.p2p._child.wait())
         try:
             watched = {ended, self.p2p._client.control._read_task}
@@ -131,8 +131,8 @@ async def open_substrate(
     Args:
         opening: the shared inputs.
         peers: entrances, the best first; some may be unreachable.
-        port: to listen on, if the configuration leaves it open.
-        must_reach: whether it is an error that none of them answers.
+        port: the port to listen on, if the configuration leaves it open.
+        must_reach: whether it is an error if no entrance answers.
         check_identity: whether to look for a living peer with the same identity.
 
     Raises:
@@ -146,7 +146,7 @@ async def open_substrate(
     else:
         try:
             p2p = await _start(opening, entrances, port, check_identity=check_identity)
-        except NobodyReachable:  # the node keeps trying once it is up
+        except NobodyReachable:  # the node keeps trying once it runs
             entrances = []
             p2p = await _start(opening, entrances, port, check_identity=check_identity)
     enter = partial(
@@ -156,7 +156,7 @@ async def open_substrate(
 
 
 async def begun(opening: Opening, p2p: P2P, enter: Callable[..., Awaitable[Dht]]) -> Substrate:
-    """Puts handlers and a DHT node on a new daemon, which ends if one of them fails.
+    """Adds handlers and a DHT node to a new daemon, which is ended if this fails.
 
     Args:
         opening: whose daemon it is.
@@ -180,7 +180,7 @@ async def begun(opening: Opening, p2p: P2P, enter: Callable[..., Awaitable[Dht]]
 
 
 async def visible_addresses(p2p: P2P, *, says: bool = True) -> tuple[str, ...]:
-    """The current addresses of a daemon, to announce; `says` logs which are left out."""
+    """The current addresses of a daemon to announce; `says` logs how many are left out."""
     try:
         texts = [str(address) for address in await p2p.get_visible_maddrs(latest=True)]
     except ValueError:  # raised by hivemind for none
@@ -189,9 +189,9 @@ async def visible_addresses(p2p: P2P, *, says: bool = True) -> tuple[str, ...]:
 
 
 def renewed(before: Sequence[str], now: Sequence[str]) -> tuple[str, ...]:
-    """The addresses to announce now: those of the port that this peer listens on.
+    """The addresses to announce now: the machine's addresses with the port where this peer listens.
 
-    A machine that has no such address for a while, as when its network is down, keeps its old ones.
+    A machine without an address, for example while its network is down, keeps its old addresses.
     """
     if not before or set(now) == set(before):
         return tuple(before)
@@ -204,7 +204,7 @@ def renewed(before: Sequence[str], now: Sequence[str]) -> tuple[str, ...]:
 async def _enter(
     opening: Opening, peers: Sequence[daemon.Address], port: int | None, *, check_identity: bool
 ) -> P2P:
-    """`_start`, with retries: the daemon's own time limits are too short for a lossy link."""
+    """`_start` with retries, since the daemon's own time limits are too short for a lossy link."""
     for _ in range(TRIES - 1):
         with suppress(NobodyReachable):
             return await _start(opening, peers, port, check_identity=check_identity)
@@ -249,7 +249,7 @@ async def _start(
 async def _answering(
     me: str, peers: Sequence[daemon.Address], must_reach: bool
 ) -> list[daemon.Address]:
-    """The peers whose libp2p answers: the daemon would wait long for the others."""
+    """The peers whose libp2p answers, since the daemon would wait long for others."""
     faults = await asyncio.gather(*(daemon.probe(address, _PROBE_S) for address in peers))
     there = [address for address, fault in zip(peers, faults, strict=True) if not fault]
     if peers and must_reach and not there:

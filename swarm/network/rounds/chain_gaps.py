@@ -1,8 +1,7 @@
-"""Fetches missing heads of this peer's chain from members, and sends members the heads they lack.
+"""Fetches missing heads of this peer's chain from members, and sends heads that members lack.
 
-A peer whose chain file was damaged lacks links. It asks members for the links in the background,
-one random member at a time, until it has all. No other work waits for this. See
-`swarm.protocol.chain.gaps`.
+A peer whose chain file was damaged lacks links. In the background it asks one random member at a
+time, until it has all links. No other work waits for them. See `swarm.protocol.chain.gaps`.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ NEXT_S = 1.0
 AGAIN_S = 60.0
 """Pause after a search without result."""
 ASK_DEADLINE_S = 30.0
-"""Limit for one page, which has up to 1 MB."""
+"""Time limit for one page, which has up to 1 MB."""
 
 
 class ChainGaps:
@@ -59,13 +58,13 @@ class ChainGaps:
         outbound: Outbound,
         deliver: Callable[[Event], None],
     ) -> None:
-        """Waits for questions.
+        """Asks nothing before `complete`.
 
         Args:
             node: sends the questions; its ledger limits what other peers may cost this one.
             machine: owns the chain, and alone changes it.
             outbound: encodes the tip.
-            deliver: takes links that were found, for the machine.
+            deliver: takes found links, for the machine.
         """
         self._node, self._machine = node, machine
         self._outbound, self._deliver = outbound, deliver
@@ -75,20 +74,20 @@ class ChainGaps:
     # ------------------------------------------------ for others
 
     def commit_of_tip(self, trusted: Code | Digest) -> bytes:
-        """The tip as a COMMIT, proved from the head that a stranger trusts, as far as possible."""
+        """The tip as a COMMIT, if possible with a proof from the head that a stranger trusts."""
         record = self._machine.record
         tip, path = record.tip, self._machine.chain.proof(trusted)
         header = Header(tip.code, tip.digest, tip.generation)
         return self._outbound.encode(header, Commit(tip, record.certificate, record.parent, path))
 
     async def answer(self, source: PeerId, payload: bytes) -> bytes:
-        """The requested heads that this peer has; empty unless a member asked for heads.
+        """The requested heads, as far as they are here; empty unless a member asked for heads.
 
         Strangers get none: a page has up to 1 MB, and a COMMIT proves the tip to them.
 
         Raises:
             BadMessage: the question does not fit the schema.
-            TooCostly: the question's sender has cost too much already.
+            TooCostly: the sender of the question has cost too much already.
         """
         ledger, now_s = self._node.ledger, time.monotonic()
         if not (payload.startswith(self._prefix) and ledger.is_member(source)):
@@ -116,7 +115,7 @@ class ChainGaps:
             await asyncio.sleep(NEXT_S if has_come else AGAIN_S)
 
     def _next_gap(self) -> Filling | None:
-        """A random gap of the chain, with the links found so far; forgets closed gaps."""
+        """A random gap of the chain, with the links found so far; drops closed gaps."""
         found = gaps(self._machine.chain)
         begun = {gap.ends: self._begun.get(gap.ends, gap) for gap in found}
         self._begun = begun
@@ -128,7 +127,7 @@ class ChainGaps:
         return random.choice(others) if others else None
 
     async def _ask(self, peer: PeerId, filling: Filling) -> bool:
-        """Asks a member for a page of a gap; returns whether it sent one that fits."""
+        """Asks a member for a page of a gap. Returns whether it sent a page that fits."""
         question = self._prefix + encode_question(filling.question)
         try:
             payload = await self._node.request(peer, question, ASK_DEADLINE_S)

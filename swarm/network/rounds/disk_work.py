@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 MEANS_AT_ONCE = 2
-"""Means of deltas that run at once: each syncs its results one by one before it reports."""
+"""Most means of deltas computed at a time; each syncs its results before it reports."""
 
 
 class SlowWork:
@@ -31,7 +31,7 @@ class SlowWork:
     def __init__(self) -> None:
         self._means = asyncio.Semaphore(MEANS_AT_ONCE)
         self._recorder = started_pool("swarm-record", 1)
-        """A thread of its own: votes wait for the record, which must not wait for other work."""
+        """A separate thread: votes wait for the record, which must not wait for other work."""
 
     def stop(self) -> None:
         """Takes no new work; running work continues."""
@@ -53,7 +53,7 @@ class SlowWork:
         await self.do(what, function, *arguments, executor=self._recorder)
 
     async def mean(self, function: Callable[..., Any], effect: Reduce, *arguments: Any) -> Any:
-        """A mean. Few means of deltas run at once, so that other work gets threads."""
+        """Computes a mean. Few means of deltas run at a time, so that other work gets threads."""
         if effect.base is None:
             return await self.do("mean", function, effect, *arguments)
         async with self._means:
@@ -61,7 +61,7 @@ class SlowWork:
 
 
 END_S = 5.0
-"""Limit for work in progress when a peer ends: a disk may not answer."""
+"""Limit for work in progress when a peer ends, since a disk may not answer."""
 
 
 class Tidying:
@@ -77,14 +77,14 @@ class Tidying:
         self._is_idle.set()
 
     def ask(self) -> None:
-        """Starts to shrink the store, or repeats that after the current pass."""
+        """Starts to shrink the store; if that runs already, repeats it afterwards."""
         self._is_asked = True
         if self._is_idle.is_set():
             self._tasks.spawn(self._run())
             self._is_idle.clear()
 
     async def stop(self) -> None:
-        """Ends after the current piece; returns then, or after `END_S` if the disk is slow."""
+        """Ends the work after the current piece, but waits at most `END_S` for a slow disk."""
         self._is_asked = False
         self._ended.set()
         try:
@@ -105,7 +105,7 @@ class Tidying:
             self._is_idle.set()
 
     def _shrink(self) -> None:
-        """Shrinks the store. A disk that is too full is logged: the next round asks again."""
+        """Shrinks the store. If the disk is too full, logs it; the next round asks again."""
         try:
             self._store.shrink(self._ended.is_set)
         except StateError as error:
@@ -115,7 +115,7 @@ class Tidying:
 def sync_manifest(store: BlobStore, manifest: Manifest) -> None:
     """Makes a manifest and every blob that it names durable.
 
-    The manifest's deltas are included if they are here: a peer that fetched values has no deltas.
+    The manifest's deltas are included if they are here; a peer that fetched values has none.
 
     Raises:
         MissingBlobs: some are not in the store.

@@ -1,7 +1,7 @@
-"""Receives control messages: judges each, fetches its blobs, decodes, verifies and delivers it.
+"""Receives control messages: checks each, fetches its blobs, decodes, verifies, delivers.
 
-The proof of a stranger's COMMIT is judged first; the manifest is fetched only if the proof holds
-[L1].
+The proof of a stranger's COMMIT is checked first; the manifest is fetched only if the proof is
+valid [L1].
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CommitProofs:
         Args:
             aside: fetches into memory.
             own: blobs that this peer has already.
-            foothold: the state that this peer trusts now.
+            foothold: returns the state that this peer trusts now.
             sound: drops wrong signatures.
         """
         self._aside, self._own = aside, own
@@ -57,12 +57,12 @@ class CommitProofs:
     async def open(
         self, source: PeerId, payload: bytes, claim: Claim, costs: Costs
     ) -> tuple[messages.Header, messages.Message]:
-        """The COMMIT with all signatures checked, or a HELLO if the COMMIT proves nothing new.
+        """The verified COMMIT, or a HELLO if the COMMIT proves nothing new.
 
-        The header comes with the HELLO: it may show that the sender is ahead and can be asked.
+        The header of the HELLO may show that the sender is ahead, so that it can be asked.
 
         Raises:
-            HostileInput: the proof does not hold, or the sender has cost too much.
+            HostileInput: the proof is invalid, or the sender has cost too much.
         """
         (body, body_bytes), (proof, proof_bytes), *more = claim.attachments
         parent = more[0][0] if more else None
@@ -121,7 +121,7 @@ class CommitProofs:
 
     @contextmanager
     def _pinned(self, digests: Sequence[Digest]) -> Iterator[None]:
-        """Keeps these blobs in memory during the block; copies those that the peer already has."""
+        """Keeps these blobs in memory during the block; copies blobs that the peer already has."""
         store = self._aside.store
         store.pin(digests)
         try:
@@ -136,7 +136,7 @@ class CommitProofs:
 
 ATTACHMENT_DEADLINE_S = 20.0
 MANY = 16
-"""If a message lacks more blobs than this, other peers are asked for them before its sender.
+"""If more blobs of a message than this are missing, other peers are asked before its sender.
 Evidence of more peers than this is checked in another thread."""
 RELAYED_S = 10.0
 """For this long, a proposal's blobs are requested from its relays alone; after that, from its
@@ -147,7 +147,7 @@ MAX_SHOWN_BY = 16
 
 
 class Shown:
-    """For each blob, the peers whose messages named it: they can be asked for it."""
+    """For each blob, the peers whose messages named it, and so can be asked for it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Has seen no message; `clock` is in seconds."""
@@ -192,14 +192,15 @@ class Inbound:
         """Waits for messages.
 
         Args:
-            transfers: fetches blobs named by members, and separately those named by strangers.
+            transfers: fetches blobs named by members, and separately blobs named by strangers.
             ledger: knows the members, and limits the cost of each sender.
             run: the id of the run, which is part of all that is signed.
             deliver: takes each valid message.
-            foothold: the state that this peer trusts, from which strangers may prove newer states.
-            judge: computes in advance what the machine will need of a message, in another thread
-                if the message has many signatures.
-            me: this peer, which others may use as a relay.
+            foothold: returns the state that this peer trusts, from which strangers may prove newer
+                states.
+            judge: runs the machine's slow checks of a message in advance, in another thread if the
+                message has many signatures.
+            me: this peer's id, which may be among the relays of a proposal.
         """
         self._downloads = transfers.attached
         self._proving = CommitProofs(
@@ -272,10 +273,11 @@ class Inbound:
     async def _open_of_stranger(
         self, source: PeerId, payload: bytes, costs: Costs
     ) -> tuple[messages.Header, messages.Message]:
-        """Opens a message that a stranger may send; its blobs never enter the peer's store.
+        """Opens a message of a stranger; its blobs never enter the peer's store.
 
         Raises:
-            HostileInput: a stranger may not send it, it costs too much, or its proof is wrong.
+            HostileInput: a stranger may not send this message, it costs too much, or its proof is
+                wrong.
         """
         claim = await _require_claim(payload, Standing.STRANGER, costs)
         if claim.kind == "commit":
@@ -291,7 +293,7 @@ class Inbound:
 
 
 async def _require_claim(payload: bytes, standing: Standing, costs: Costs) -> Claim:
-    """The kind of a message, if its sender may send that kind; raises BadMessage."""
+    """The claim of a message; raises BadMessage if its sender may not send this kind."""
     claim = await costs.parsing(partial(claim_of, payload))
     refusal = refusal_of(claim, standing)
     if refusal:
@@ -309,13 +311,13 @@ async def open_message(
     costs: Costs | None = None,
     me: PeerId = "",
 ) -> tuple[messages.Header, messages.Message]:
-    """Decodes a message, once its blobs and the blobs that those name are fetched.
+    """Fetches the blobs of a message, and blobs that these name, then decodes the message.
 
-    The sender is asked first, then peers that hold the blob according to the message or whose
-    messages have `shown` it. One uplink should not have to carry a manifest to everybody. The
-    offers of a large roster are requested from their makers first, since 256 peers would get 2 GB
-    in all from the convener alone. If a proposal names relays, its blobs are requested only from
-    these for `RELAYED_S`, except by the relays themselves (blob relays).
+    The sender is asked first, then peers that have the blob according to the message, or whose
+    messages named it (`shown`). So one uplink need not carry a manifest to all peers. The offers of
+    a large roster are requested from their makers first, since the convener alone would have to
+    send 2 GB to 256 peers. If a proposal names relays, all peers but the relays request its blobs
+    only from the relays for `RELAYED_S` (blob relays).
 
     Raises:
         BadMessage: the message does not fit the schema.
@@ -337,7 +339,7 @@ async def open_message(
             if bare.relays and me not in bare.relays:
                 wants = [_relayed(want, in_turn(bare.relays, me), shown) for want in wants]
             await downloads.fetch(wants, on_failure=_log_failure)
-        # Not copied: 255 messages that wait for their turn may name one manifest.
+        # Not copied, since 255 waiting messages may name one manifest.
         blobs.update({digest: store.get(digest) or b"" for digest, _ in wanted})
 
     await bring(bare.attachments)
@@ -362,7 +364,7 @@ def _wants(
     holders: Mapping[Digest, tuple[PeerId, ...]],
     shown: Shown,
 ) -> list[Want]:
-    """Missing blobs, with the peers to fetch them from."""
+    """The missing blobs as wants, each with its sources."""
     wants = []
     for digest, size in absent:
         named = holders.get(digest, ())[:MAX_SHOWN_BY]
@@ -374,7 +376,7 @@ def _wants(
 
 
 def _relayed(want: Want, relays: Sequence[PeerId], shown: Shown) -> Want:
-    """Asks relays only, and all others too once `RELAYED_S` has passed."""
+    """The same want, with relays as its only sources; after `RELAYED_S`, with the others too."""
     others = want.sources if shown.age_s(want.digest) >= RELAYED_S else ()
     return replace(want, sources=tuple(dict.fromkeys([*relays, *others])))
 

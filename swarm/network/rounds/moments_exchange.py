@@ -1,4 +1,4 @@
-"""Moments of experts between peers: offered, asked for, fetched, checked, confirmed."""
+"""Exchanges moments of experts: offers, asks, fetches, checks and confirms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 MOMENTS_QUESTION = b"moments "
 ASK_S = 3.0
 MAX_FAILURES = 3
-"""A giver is given up after this many failed fetches of a blob."""
+"""After this many failed fetches of a blob, the giver is given up."""
 
 
 class MomentsClient:
@@ -40,7 +40,7 @@ class MomentsClient:
         self._node, self._downloads, self._store, self._layout = node, downloads, store, layout
 
     async def fetch(self, moments: handover.Moments, giver: PeerId) -> bool:
-        """Fetches and checks a blob of moments and pins it once; returns whether it is here."""
+        """Fetches, checks and pins a blob of moments; returns whether it is here."""
         layout = handover.layout_of_size(self._layout, moments.expert, moments.num_bytes)
         if layout is None:
             self._node.traffic.refuse("moments_size")
@@ -57,7 +57,7 @@ class MomentsClient:
         return False
 
     async def _download(self, moments: handover.Moments, layout: UnitLayout, giver: PeerId) -> bool:
-        """Fetches a blob; gives up when the blob is refused or late, or three attempts failed."""
+        """Fetches a blob; gives up if it is refused or late, or after three failed attempts."""
         loop = asyncio.get_running_loop()
         is_hopeless = asyncio.Event()
         failures = 0
@@ -100,11 +100,11 @@ class MomentsClient:
     async def ask(
         self, peer: PeerId, settled: Collection[Digest] = ()
     ) -> tuple[handover.Moments, ...] | None:
-        """The moments that a peer hands over to this one; None without a valid answer in time.
+        """The moments that a peer hands over to this peer. None without a valid answer in time.
 
         Args:
             peer: an earlier owner.
-            settled: blobs of that owner that are here by now, or no longer needed.
+            settled: blobs of that owner that have arrived, or are no longer needed.
         """
         payload = self.prefix + handover.encode_question(settled)
         try:
@@ -118,7 +118,7 @@ class MomentsClient:
 
 
 def _is_sound(layout: UnitLayout, content: Content) -> bool:
-    """Whether a blob that came for another purpose is acceptable as moments."""
+    """Whether a blob that is already here is acceptable as moments."""
     try:
         check_moments(layout, content)
     except BadBlob:
@@ -127,7 +127,7 @@ def _is_sound(layout: UnitLayout, content: Content) -> bool:
 
 
 def _ignore(_: Digest) -> None:
-    """The caller waits for this single blob, so its arrival needs no callback."""
+    """A callback that does nothing, since the caller waits for a single blob."""
 
 
 RETRY_S = 2.0
@@ -139,23 +139,23 @@ class Arrival:
 
     expert: int
     moments: handover.Moments | None
-    """None if there are none, or they did not arrive. Their blob is pinned until `taken`."""
+    """None if there are no moments, or they did not arrive. Their blob is pinned until `taken`."""
     reason: str
 
 
 class MomentsExchange:
-    """One peer's exchange of moments; coroutines run in the node's loop, the rest anywhere."""
+    """One peer's exchange of moments. Coroutines run in the node's loop, other methods anywhere."""
 
     def __init__(
         self, node: Node, store: BlobStore, downloads: Downloads, layout: Layout, *, run: str
     ) -> None:
         self.arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
-        """Arrivals for experts that were taken up, for the trainer."""
+        """Arrivals for experts that this peer took up, read by the trainer."""
         self._node, self._store = node, store
         self._client = MomentsClient(node, downloads, store, layout, run)
         self._lock = threading.Lock()
         self._giving = handover.Giving()
-        """Used under the lock, by the trainer's thread and the loop's."""
+        """Used under the lock, by the threads of the trainer and the loop."""
         self._taking = handover.Taking()
         """Used in the loop only."""
         self._is_looking = False
@@ -182,7 +182,7 @@ class MomentsExchange:
         return moments
 
     def is_waited_for(self, moments: handover.Moments) -> bool:
-        """Whether a new owner may still fetch moments that were offered."""
+        """Whether a new owner may still fetch these offered moments."""
         with self._lock:
             return bool(self._giving.waits_for(moments, time.monotonic()))
 
@@ -200,9 +200,9 @@ class MomentsExchange:
     def take_up(self, experts: Iterable[int], previous: Manifest, manifest: Manifest) -> None:
         """Searches for the moments of experts that this peer owns from `manifest` on.
 
-        An `Arrival` comes for each expert that this peer still owns then. The longest wait is
-        `PATIENCE_S` in which no earlier owner offers moments, plus one `transfer_limit_s` for each
-        blob that comes.
+        An `Arrival` follows for each expert that this peer still owns. It comes after at most
+        `PATIENCE_S` without an offer from an earlier owner, plus `transfer_limit_s` for each
+        fetched blob.
         """
         self._node.loop.call_soon_threadsafe(self._take_up, tuple(experts), previous, manifest)
 
@@ -230,7 +230,7 @@ class MomentsExchange:
             return handover.encode_answer(self._giving.asked(source, settled, time.monotonic()))
 
     async def _keep(self, moments: handover.Moments) -> None:
-        """Keeps a blob here until no new owner can still fetch it, or this peer ends."""
+        """Keeps a blob until no new owner can still fetch it, or this peer ends."""
         while self.is_waited_for(moments):
             await asyncio.sleep(RETRY_S)
         with self._lock:
@@ -247,7 +247,7 @@ class MomentsExchange:
             self._is_looking = True
 
     async def _look(self) -> None:
-        """Asks the earlier owners again and again while any search is open."""
+        """Asks the earlier owners repeatedly while any search is open."""
         while self._taking.is_looking:
             answers = await self._client.ask_all(self._taking.whom_to_ask())
             for choice in self._taking.choose(answers, time.monotonic()):

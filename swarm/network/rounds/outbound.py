@@ -15,11 +15,12 @@ from swarm.protocol.values.manifest import Digest
 
 HELD_S = 30.0
 """How long the blobs of a message are kept for its receivers, which drop the message after 20 s.
-Otherwise the next collection would remove, say, a certificate, which is in no manifest."""
+Without this, the next collection would delete blobs that no manifest names, such as
+certificates."""
 KEPT = 256
-"""Limit of remembered blobs of messages, and of blobs kept for receivers."""
+"""Most remembered blobs of messages, and most blobs kept for receivers."""
 REPEATED = 4
-"""Number of messages whose bytes are kept, since a convener sends one or two to all members."""
+"""Number of messages whose bytes are cached, since a convener sends one or two to all members."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +45,19 @@ class Outbound:
         self._experts = frozenset[Digest]()
 
     def offered(self, offer: Offer) -> None:
-        """Notes this peer's current offer; from any thread."""
+        """Notes this peer's current offer; may be called from any thread."""
         experts = [u for unit, u in offer.units.items() if expert_of_unit(unit) is not None]
         self._experts = frozenset(d for u in experts for d in (u.digest, u.delta) if d)
 
     def may_wait(self, digest: Digest) -> bool:
-        """Whether a blob is an expert that this peer offers: blobs for means are sent first."""
+        """Whether a blob is an expert that this peer offers; blobs for means are sent first."""
         return digest in self._experts
 
     def __contains__(self, digest: Digest) -> bool:
         return digest in self._sent
 
     def encode(self, header: Header, message: Message) -> bytes:
-        """The message's payload. The blobs that it names are put into the store and pinned there.
+        """The message's payload. Puts the blobs that it names into the store, and pins them.
 
         Raises:
             StateError: the store cannot take them.
@@ -77,7 +78,7 @@ class Outbound:
         return payload
 
     def _hold(self, digests: Iterable[Digest]) -> None:
-        """Pins blobs that are not yet pinned, before they can be collected."""
+        """Pins blobs that are not yet pinned, before they can be deleted."""
         for digest in digests:
             if digest not in self._held:
                 self._store.pin([digest])
@@ -85,7 +86,7 @@ class Outbound:
             self._held.move_to_end(digest)
 
     def _release(self) -> None:
-        """Unpins blobs that no receiver waits for any more, or the oldest if there are too many."""
+        """Unpins blobs for which no receiver waits now, and the oldest of too many."""
         too_old = self._clock() - HELD_S
         while self._held:
             digest, sent = next(iter(self._held.items()))

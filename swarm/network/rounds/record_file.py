@@ -1,6 +1,6 @@
 """The protocol's record on disk: one small file, replaced atomically, and its chain of heads.
 
-The chain file has one link a line. A link is appended before the record whose tip it leads to.
+The chain file has one link a line. A link is appended before the record that ends with it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from swarm.protocol.values.manifest import Digest, Head, Kind
 logger = logging.getLogger(__name__)
 
 REFORM = f'"{Kind.REFORM.value}"'.encode()
-"""Contained in the line of each link whose head is a reform, and in some other lines."""
+"""Text in the line of each link whose head is a reform, and in some other lines."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Kept:
 
     Attributes:
         links: all intact links, in the order of writing.
-        torn: digests of the heads whose line directly follows a damaged one.
+        torn: digests of the heads whose line follows directly after a damaged line.
         has_beginning: whether the first line is intact.
         has_end: whether the last line is intact.
     """
@@ -67,15 +67,15 @@ class ChainFile:
     def rewrite(self, links: Callable[[], Sequence[Link]]) -> None:
         """Replaces the links in the file, durably.
 
-        Links that are appended during the write are kept, after the new ones. An append waits only
+        Links that are appended during the write are kept, after the new links. An append waits only
         while the file is replaced.
 
         Args:
-            links: returns the new links; called once, while nothing is appended. The result must
-                account for all links in the file.
+            links: returns the new links; called once, while no link is appended. The result must
+                take the place of all links in the file.
 
         Raises:
-            OSError: the disk refused to write. A file that cannot be read is replaced all the same.
+            OSError: the disk refused to write. A file that cannot be read is replaced nevertheless.
         """
         with self._replacing:
             reforms, new = self.read(holding=REFORM), durable.beside(self.path)
@@ -117,14 +117,14 @@ class ChainFile:
                 continue
             if is_torn:
                 has_beginning = has_beginning and bool(links)
-                link = replace(link, alike=False)  # the line before it is lost
+                link = replace(link, alike=False)  # the previous line is lost
                 torn.add(link.head.digest)
             links.append(link)
             is_torn = False
         return Kept(tuple(links), frozenset(torn), has_beginning and bool(links), not is_torn)
 
     def _read(self, holding: bytes) -> Iterator[Link | None]:
-        """The links; None for a damaged line, or for the rest of a file that cannot be read on."""
+        """The links; None for a damaged line, or for the unreadable rest of a file."""
         if not self.path.exists():
             return
         try:
@@ -161,7 +161,7 @@ _NO_DAMAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def with_digest(body: bytes) -> bytes:
-    """The bytes of a file that begins with the digest of its body, to show damage later."""
+    """The bytes of a file that begins with the digest of its body, so that damage is noticed."""
     return blake3(body).hexdigest().encode() + b"\n" + body
 
 
@@ -184,28 +184,28 @@ class RecordFile:
 
     @cached_property
     def chain(self) -> ChainFile:
-        """The heads behind the record's tip, in a file in the same folder."""
+        """The heads that lead to the record's tip, in a file in the same folder."""
         return ChainFile(self.path.with_name("chain"))
 
     def write(self, record: Record, links: Sequence[Link] = ()) -> None:
         """Makes the record durable: when this returns it survives a kill and a power cut.
 
-        The new links of the chain of heads are written first: a link after the tip does no harm.
-        A kill at any moment leaves an intact record, if there was one.
+        The new links of the chain of heads are written first, since a link after the tip does no
+        harm. After a kill at any moment there is an intact record, if there was one before.
         """
         self.chain.append(links)
         content = with_digest(encode_record(record))
         if self._is_lost():
             # The damaged record must not become the previous one. The older record must not stay
-            # either: after it, the peer may have voted at more heights than it would abstain from
-            # [P5].
+            # either: the peer may have voted, after that record, at more heights than it would
+            # abstain from [P5].
             durable.write_file(self.previous, content)
             durable.write_file(self.path, content)
         else:
             durable.write_file(self.path, content, previous=self.previous)
 
     def _is_lost(self) -> bool:
-        """Whether there was a record and the newest is missing or damaged."""
+        """Whether there was a record, but the newest is missing or damaged."""
         try:
             return without_digest(self.path.read_bytes()) is None
         except FileNotFoundError:
@@ -215,11 +215,11 @@ class RecordFile:
             return True
 
     def read(self) -> Record | None:
-        """The newest intact record, or None when this peer never had one.
+        """The newest intact record; None if this peer never had a record.
 
         Raises:
             CorruptState: files are there, but none is intact.
-            StateError: this user may not read them.
+            StateError: this user may not read the files.
             OSError: this process, or the machine, has too many files open.
         """
         problems = []
@@ -246,7 +246,7 @@ class RecordFile:
         """The chain that ends with the record's tip; writes the file if there is none.
 
         Args:
-            record: of this peer.
+            record: record of this peer.
             founding: manifest 0's head, with which a chain begins if its beginning is lost.
         """
         kept = self.chain.read_kept()
@@ -262,9 +262,9 @@ class RecordFile:
         return chain
 
     def read_earlier(self) -> Record | None:
-        """The record before the newest, for a peer whose newest state is lost; None without one.
+        """The record before the newest, for a peer whose newest state is lost; or None.
 
-        The votes in the record are forgotten: they were for values that are lost.
+        The vote in the record is dropped, since it was for values that are lost.
         """
         try:
             record = _read(self.previous)

@@ -1,7 +1,7 @@
 """Computations of a peer for a round: means of values, means of deltas, and values from deltas.
 
-A mean of deltas leaves a remainder, a blob that stays in the store while it is valid (for how long:
-see `swarm.protocol.exchange.deltas`). Remainders are not durable.
+A mean of deltas leaves a remainder, a blob that stays in the store while it is valid.
+`swarm.protocol.exchange.deltas` says how long. Remainders are not durable.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Mean:
     """The result of a `Reduce`.
 
     Attributes:
-        result: for the round machine; its blobs stay pinned until the machine knows of them.
+        result: the result for the round machine; its blobs stay pinned until the machine has the
+            event.
         left: the remainder of a mean of deltas, a blob that is pinned until it is released.
     """
 
@@ -44,7 +45,7 @@ class LeftOver:
     """Remainders of this peer's means of deltas, kept for later means; used in the node's loop."""
 
     def __init__(self, store: BlobStore, tip: Manifest, rules: Rules) -> None:
-        """See `Remainders`; the remainder of a unit due once a cycle is valid for some cycles."""
+        """See `Remainders`; that of a unit which is due once a cycle is valid for some cycles."""
         self._store, self._tip = store, tip
         self._remainders = Remainders[Digest](tip.digest, rules.silent_rounds)
         self._pinned = set[Digest]()
@@ -54,7 +55,7 @@ class LeftOver:
         return self._remainders.of(effect.unit) if effect.base else None
 
     def found(self, tip: Manifest, unit: Unit, mean: Mean) -> None:
-        """Notes a mean of deltas that was made for the round after this tip."""
+        """Notes a mean of deltas for the round after this tip."""
         if mean.left is None or mean.result.delta is None:
             return
         self._remainders.found(tip.digest, unit, mean.result.delta, mean.left)
@@ -70,14 +71,14 @@ class LeftOver:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Unpins remainders that are no longer valid; each came with one pin."""
+        """Unpins remainders that are no longer valid; each has one pin."""
         good = {left for _, left in self._remainders.items()}
         self._store.unpin(self._pinned - good)
         self._pinned &= good
 
 
 class Reductions:
-    """Computes in the caller's thread."""
+    """The computations, which run in the caller's thread."""
 
     def __init__(
         self,
@@ -89,10 +90,10 @@ class Reductions:
         """Has computed nothing yet.
 
         Args:
-            store: of the peer.
-            layout: of the run.
-            open_value: opens a draft for a value; the round machine gets an event when the draft
-                is finished.
+            store: store of the peer.
+            layout: layout of the run.
+            open_value: opens a draft for a value. The round machine gets an event when the draft is
+                finished.
             is_stored: reports a blob that is pinned for the machine.
         """
         self.store, self.layout = store, layout
@@ -102,8 +103,8 @@ class Reductions:
         """The mean for a `Reduce`; None if a blob that it needs is no longer here.
 
         Args:
-            effect: with or without deltas.
-            remainder: of the unit's previous mean of deltas.
+            effect: the `Reduce`, with or without deltas.
+            remainder: remainder of the unit's previous mean of deltas.
         """
         wanted = [digest for _, digest in effect.inputs]
         with kept(self.store, [*wanted, *filter(None, [effect.base, remainder])]) as missing:
@@ -115,7 +116,7 @@ class Reductions:
 
     def _mean_of_values(self, effect: Reduce, digests: Sequence[Digest]) -> ReducedUnit:
         layout = self.layout.by_unit[effect.unit]
-        if len(digests) == 1:  # the mean of one value is that value
+        if len(digests) == 1:  # the mean of a single value is the value
             self.store.pin(digests)
             self.is_stored(digests[0])
             return ReducedUnit(digests[0], layout.num_bytes)
@@ -143,14 +144,14 @@ class Reductions:
                 value.write(run.value)
                 left.write(run.left)
             made, moved = delta.finish(), value.finish()
-            self.store.sync([made, moved])  # before others learn of them (delta means)
+            self.store.sync([made, moved])  # before others are informed (delta means)
             return Mean(ReducedUnit(moved, sizes[1], made), left.finish())
 
     def rebuild(self, effect: Rebuild) -> str | None:
         """Computes a value from its base and its delta, stores it and reports it.
 
         Returns:
-            None, or why the result is not that value, which is then not stored.
+            None, or why the result is not the value; then nothing is stored.
         """
         layout = self.layout.by_unit[effect.unit]
         with kept(self.store, [effect.base, effect.delta]) as missing:

@@ -1,4 +1,4 @@
-"""Runs the round machine: a thin shell that carries out its effects on node, store and disk."""
+"""Runs the round machine: a thin shell that carries out the effects on node, store and disk."""
 
 from __future__ import annotations
 
@@ -43,27 +43,27 @@ CarryOut = Callable[[events.Effect], Awaitable[None]]
 class RoundObserver:
     """Callbacks of the driver of rounds; a subclass overrides those that it needs.
 
-    The driver waits for each method, so a method that blocks delays the peer.
+    The driver waits for each method, so a slow method delays the peer.
     """
 
     def on_rounds(self, machine: RoundMachine, record_file: RecordFile) -> None:
-        """Rounds begin now, on this round machine with this record file."""
+        """Called when rounds begin, with their round machine and record file."""
 
     def before_event(self, event: events.Event) -> None:
         """Called in the node's loop just before the machine handles an event."""
 
     async def carry_out(self, effect: events.Effect, act: CarryOut) -> None:
-        """Carries out an effect by calling `act`, in the node's loop; may wait first.
+        """Carries out an effect by a call of `act`, in the node's loop; may wait first.
 
-        `act` carries out any effect, so a delayed effect may be given to `act` later.
+        `act` takes any effect, so a delayed effect may be passed to it later.
         """
         await act(effect)
 
     def before_offer(self) -> None:
-        """The private state is durable, and its offer is not sent yet; in the trainer's thread."""
+        """Called in the trainer's thread: the private state is durable, its offer not sent yet."""
 
     def before_leave(self) -> None:
-        """This peer was asked to leave, and no other peer knows yet; in the trainer's thread."""
+        """Called in the trainer's thread: this peer was asked to leave; no other knows it yet."""
 
 
 UNWATCHED = RoundObserver()
@@ -72,11 +72,11 @@ UNWATCHED = RoundObserver()
 POST_DEADLINE_S = 5.0
 EXPECT_EVERY_S = 0.5
 SAID_ALOUD = (events.Topic.TAKEOVER, events.Topic.FORK, events.Topic.ADMISSION)
-"""Rare topics that explain a long round to people, and so are logged at a higher level."""
+"""Rare topics, logged at a higher level because they explain a long round to people."""
 
 
 class RoundDriver:
-    """Everything one peer does in the rounds of one run."""
+    """One peer's side of the rounds of one run."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class RoundDriver:
 
     @property
     def newest(self) -> Applied:
-        """The newest tip, its parent, and when it was applied by `time.monotonic`."""
+        """The newest tip, its parent, and the time of its adoption by `time.monotonic`."""
         return self._applied[-1]
 
     @property
@@ -164,7 +164,7 @@ class RoundDriver:
         self._send_in(events.Offered(offer))
 
     def expect(self, tip: Digest, remaining_s: float) -> None:
-        """Says when the local steps on a tip will be done; at most two calls a second take effect.
+        """Says when the local steps on a tip will end; at most two calls a second take effect.
 
         The convener waits for members whose work is worth the delay.
         """
@@ -178,14 +178,14 @@ class RoundDriver:
         self._send_in(events.Discovered(tuple(peers)))
 
     def leave(self) -> None:
-        """Asks to leave the run; `left` is set once the others know."""
+        """Asks to leave the run; `left` is set once the others have agreed."""
         self.observer.before_leave()
         self._send_in(events.LeaveAsked())
 
     def wait_for_tip(self, after: Digest, timeout_s: float) -> list[Applied]:
         """Manifests applied since the one with digest `after`, oldest first.
 
-        Waits up to `timeout_s` for the first; returns an empty list when there is none.
+        Waits up to `timeout_s` for the first; returns an empty list if there is none.
 
         Raises:
             SwarmError: the driver failed, or this peer's p2p process died.
@@ -221,7 +221,7 @@ class RoundDriver:
         asyncio.run_coroutine_threadsafe(self._start(), self.node.loop)
 
     async def _start(self) -> None:
-        """Starts the actor and its ticks; a failure, which may leave work half done, ends both."""
+        """Starts the actor and its ticks. A failure, which may leave work unfinished, ends both."""
         try:
             self._actor.spawn(self._run())
             self._actor.spawn(self._tick())
@@ -245,7 +245,7 @@ class RoundDriver:
             self.observer.before_event(event)
             effects = self.machine.handle(event, passed_s())
             if isinstance(event, events.Stored):
-                # From now on the machine decides when the blob is dropped.
+                # From now on the machine decides when the blob may be deleted.
                 self.store.unpin([event.digest])
             await self._carry_out(effects)
 
@@ -255,7 +255,7 @@ class RoundDriver:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Every failure must reach the trainer."""
+        """Stores a failure, which every caller in the trainer's thread then raises."""
         with self._tip_changed:
             self._failure = error
             self._tip_changed.notify_all()
@@ -276,7 +276,7 @@ class RoundDriver:
         self._parent = effect.record.parent
 
     async def _rewrite_chain(self, _: events.RewriteChain) -> None:
-        """Runs in the background: no vote waits for it, and heads appended meanwhile stay."""
+        """Runs in the background: no vote waits for it. Heads appended by its end are kept."""
         self._work.spawn(self._replace_chain())
 
     async def _replace_chain(self) -> None:
@@ -286,7 +286,7 @@ class RoundDriver:
     async def _send(self, effect: events.Send) -> None:
         try:
             payload = self.outbound.encode(effect.header, effect.message)
-        except StateError as error:  # treated as lost in transit
+        except StateError as error:  # treated as a message lost on the way
             logger.error("a message was not sent: %s", error)
             return
         self._work.spawn(self._post(effect.destination, payload))
@@ -294,7 +294,7 @@ class RoundDriver:
     async def _post(self, destination: PeerId, payload: bytes) -> None:
         try:
             await self.node.post(destination, payload, timeout_s=POST_DEADLINE_S)
-        except (Unreachable, NetworkDown) as error:  # the machine repeats what matters
+        except (Unreachable, NetworkDown) as error:  # the machine repeats important messages
             logger.debug("to=%s lost: %s", destination[-6:], error)
             if isinstance(error, NoRoute):
                 self._inbox.put_nowait(events.Undeliverable(destination))
@@ -402,5 +402,5 @@ class RoundDriver:
     }
 
     def asked_for(self, peer: PeerId, digest: Digest) -> None:
-        """A peer asks for a blob; for a stranger all blobs of the same manifest are leased [GC]."""
+        """Called when a peer asks for a blob; leases a manifest's blobs to a stranger [GC]."""
         disk_work.lease_to_stranger(self.store, self.machine.record, peer, digest, time.monotonic())

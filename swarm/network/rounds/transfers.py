@@ -30,8 +30,8 @@ class Transfers:
 
     Attributes:
         downloads: fetch into the peer's own store.
-        experts: fetches experts into the same store, on separate streams: on shared streams, values
-            for means would wait behind experts, which are less urgent.
+        experts: fetches experts into the same store, on separate streams, so that values for means
+            do not wait behind less urgent experts.
         attached: fetches blobs that messages name into the same store, on separate streams, so that
             these blobs do not wait for values requested earlier.
         aside: fetches into memory, for messages of strangers.
@@ -70,14 +70,14 @@ class Transfers:
         return self.pace.measured(due, self._clock())
 
     async def start(self, effect: Fetch) -> None:
-        """Starts a fetch, in place of the one running for its purpose."""
+        """Starts a fetch, in place of the running one for the same purpose."""
         await self.cancel(effect.purpose)
         units = {want.digest: want for want in effect.wants}
         pinned = set(units)
         self._store.pin(pinned)
         task = asyncio.create_task(self._fetch(effect, units, pinned))
-        # A blob that never arrived has no event that would unpin it. A task that is cancelled
-        # before its first step cannot unpin it either.
+        # No event unpins a blob that never arrived. Nor does a task that is cancelled before its
+        # first step.
         task.add_done_callback(lambda _: self._store.unpin(pinned))
         self._running[effect.purpose] = task
 
@@ -97,7 +97,7 @@ class Transfers:
         self, effect: Fetch, units: dict[Digest, BlobWanted], pinned: set[Digest]
     ) -> None:
         def stored(digest: Digest) -> None:
-            if digest in pinned:  # false if an earlier, failed attempt has reported it
+            if digest in pinned:  # false if an earlier attempt that failed has reported it
                 pinned.discard(digest)  # the event now holds the pin
                 self._deliver(Stored(digest))
 
@@ -137,7 +137,7 @@ class Transfers:
             await asyncio.gather(*fetches, return_exceptions=True)
 
     async def _sound(self, wants: tuple[BlobWanted, ...]) -> tuple[BlobWanted, ...]:
-        """Leaves out updates that came here for another reason and fail their check.
+        """The wants without updates that are already here and fail their check.
 
         Policy: update bounds.
         """

@@ -1,1 +1,1 @@
-"""Runs as the network sees them: founded, announced, searched for, joined and observed."""
+"""Runs in the network: how they are founded, announced, found, joined and observed."""

@@ -39,9 +39,9 @@ from swarm.protocol.values.manifest import Digest, Manifest, PeerId, Unit
 logger = logging.getLogger(__name__)
 
 STUCK_S = 10.0
-"""After this long without progress, a state's blobs may have been collected everywhere."""
+"""After this long without progress, a state's blobs may have been deleted at all peers."""
 LONGEST_REST_S = 60.0
-"""Longest pause between two attempts: each asks a peer for a proof, which may cost it seconds."""
+"""Longest pause between two attempts, each of which may cost a peer seconds for a proof."""
 
 
 async def present_peers(
@@ -51,7 +51,7 @@ async def present_peers(
 
     Args:
         node: sends the request.
-        run: its id.
+        run: id of the run.
         shards: parts of the record keys to read; all together cost megabytes in a large run.
 
     Raises:
@@ -84,20 +84,20 @@ async def fetch_newest_state(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> Shown:
-    """Fetches the state of a tip, or of a newer one once the tip's blobs are no longer available.
+    """Fetches the state of a tip, or of a newer tip if the first one's blobs are gone.
 
-    A slow link has all the time it needs. A state without any progress is given up in the end.
+    A slow link has unlimited time, but a state without any progress is given up in the end.
 
     Args:
-        node: its peers are asked.
+        node: the node whose peers are asked.
         store: gets the blobs.
         downloads: fetches into this store.
         layout: sizes that the values must have.
-        run: as announced.
-        shown: with the tip to begin with.
-        trust: start of the proof of a newer tip.
-        peers: that may have the state.
-        on_blob: called with bytes here and bytes in all.
+        run: the run as announced.
+        shown: has the first tip to fetch.
+        trust: where the proof of a newer tip must start.
+        peers: peers that may have the state.
+        on_blob: called with the bytes that are here and all bytes.
         clock: monotonic seconds.
         sleep: waits between attempts.
 
@@ -106,7 +106,7 @@ async def fetch_newest_state(
 
     Raises:
         NobodyReachable: nothing of the tip arrived for an hour, and nobody showed a newer one.
-        StateError: the disk failed, or stayed full for longer than the retries last.
+        StateError: the disk failed, or was still full after the last retry.
     """
     sources = [peer for peer in sorted(peers) if peer != node.peer_id]
 
@@ -145,7 +145,7 @@ async def _newer_than(tip: Manifest, asking: Awaitable[Shown]) -> Shown | None:
 
 
 def _attempts_for(store: BlobStore, tip: Manifest, now_s: float) -> FetchAttempts:
-    """The count of attempts to fetch a tip, before the first one; a fetch may take days."""
+    """The record of attempts to fetch a tip, before the first attempt; a fetch may take days."""
     return FetchAttempts.begun(
         now_s, _bytes_here(store, tip), whole_s=math.inf, longest_rest_s=LONGEST_REST_S
     )
@@ -162,7 +162,7 @@ def _lost(store: BlobStore, tip: Manifest, why: str) -> NobodyReachable:
 async def _comes(
     fetch: Coroutine[Any, Any, None], node: Node, store: BlobStore, manifest: Manifest
 ) -> bool:
-    """Fetches a state; returns False, and gives up, when nothing of it arrived for `STUCK_S`."""
+    """Fetches a state; returns False if nothing of it arrived for `STUCK_S`."""
     fetching = asyncio.create_task(fetch)
     try:
         while not fetching.done():
@@ -189,18 +189,18 @@ async def fetch_state(
 ) -> None:
     """Fetches every blob of a manifest from several members, shared parts first, and syncs them.
 
-    After each `PACK_BYTES` the blobs here are synced, so that a killed process resumes there.
+    The arrived blobs are synced after each `PACK_BYTES`, so that a killed process resumes there.
 
     Args:
-        downloads: fetches.
+        downloads: fetches blobs.
         store: gets the blobs.
         layout: sizes that the values must have.
         manifest: the state to take over.
-        sources: members that may have it.
-        on_blob: called with bytes here and bytes in all.
+        sources: members that may have the state.
+        on_blob: called with the bytes that are here and all bytes.
 
     Raises:
-        BadManifest: its blobs do not fit this layout.
+        BadManifest: the manifest's blobs do not fit this layout.
         StateError: the disk failed.
     """
     check_state(manifest, layout)
@@ -235,7 +235,7 @@ async def fetch_state(
 
 
 def missing_bytes(store: BlobStore, manifest: Manifest) -> int:
-    """Bytes of a manifest's blobs, less the bytes and pieces already in a store."""
+    """Bytes of a manifest's blobs, minus the blobs and pieces already in a store."""
     return sum(manifest.sizes.values()) - _bytes_here(store, manifest)
 
 
@@ -270,7 +270,7 @@ class _Keeping:
             digests, self._new, self._num_bytes = self._new, [], 0
             try:
                 await loop.run_in_executor(None, self._store.sync, digests)
-            except StateError as error:  # the last sync reports it if it lasts
+            except StateError as error:  # if the error lasts, the last sync reports it
                 logger.warning("received values are not durable yet: %s", error)
 
 
@@ -284,15 +284,15 @@ def _rotated(sources: Sequence[PeerId], by: int) -> tuple[PeerId, ...]:
 
 
 class PeerDiscovery:
-    """Reads presence keys for one peer: first all, then one by one, beginning at a random key."""
+    """Reads presence keys: first all of them, then one by one, from a random key on."""
 
     def __init__(self, node: Node, run: str, clock: Callable[[], float] = time.monotonic) -> None:
         """Reads nothing yet.
 
         Args:
-            node: of this peer.
+            node: node of this peer.
             run: id of its run.
-            clock: in seconds.
+            clock: clock in seconds.
         """
         self._node, self._run, self._clock = node, run, clock
         self._found = [0] * NUM_SHARDS
@@ -305,7 +305,7 @@ class PeerDiscovery:
 
         Raises:
             NobodyReachable: the DHT did not answer. After that, keys are read one by one until one
-                succeeds: an unreadable key must not hide the others.
+                succeeds, so that an unreadable key does not hide the others.
             NetworkDown: the daemon is dead.
         """
         if self._clock() < self._next_s:

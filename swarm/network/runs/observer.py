@@ -1,7 +1,7 @@
-"""An observer that only reads: finds a run, looks at its records, fetches its newest model.
+"""An observer that only reads: it finds a run, reads its records, fetches its newest model.
 
-It only dials out and does not keep its identity, so it disturbs nobody. It publishes nothing but
-scores, and those only on request, under the key of the person who measured them.
+It only dials out and does not keep its identity, so it disturbs no peer. It publishes only scores,
+and only on request, under the key of the person who measured them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 GRACE_S = 1.0
-"""An observer waits less for a newer tip than a joiner, because an observer looks again."""
+"""Wait for a newer tip than the first shown; shorter than a joiner's, because observers look
+again."""
 RENEW_S = records.EVENT_TTL_S / 3
 """Interval at which scores are published again; they outlive two failed attempts."""
 
@@ -45,7 +46,7 @@ class Seen:
 
     Attributes:
         published: when a peer published its presence, in seconds since 1970 by its own clock.
-        at: when all this was read, in seconds since 1970 by the clock here.
+        at: when the records were read, in seconds since 1970 by this machine's clock.
     """
 
     peers: Mapping[PeerId, records.PeerRecord]
@@ -57,7 +58,7 @@ class Seen:
 
 
 class Observer:
-    """See the module; every call has a deadline and may come from any thread but the node's."""
+    """See the module. Every call has a deadline, and any thread but the node's may call."""
 
     def __init__(
         self,
@@ -105,11 +106,11 @@ class Observer:
         self._node.stop(timeout_s)
 
     def find(self, wanted: str | None, deadline_s: float) -> Announced:
-        """The run with this id, or the only one.
+        """The run with this id, or the only run.
 
         Raises:
-            NobodyReachable: no such run is announced, perhaps because its founder still prepares
-                it, or the network does not answer.
+            NobodyReachable: no such run is announced, perhaps since its founder still prepares it;
+                or the network does not answer.
             RunMismatch: several runs are announced, and none was named.
         """
         node, none = self._node, f"no peer announces {wanted or 'a run'}"
@@ -130,7 +131,7 @@ class Observer:
         return self._within(deadline_s, "runs", found)
 
     async def _founder(self, within_s: float) -> PeerId | None:
-        """A peer at the given addresses that answers in time that it prepares a run."""
+        """A peer at the given addresses that answers, in time, that it prepares a run."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 told = await answers_of(self._node, self._node.entrances)
@@ -152,7 +153,8 @@ class Observer:
                 fetch_records(node, records.ValidationRecord, records.validation_keys(run)),
                 fetch_records(node, records.ScoreRecord, records.scores_keys(run)),
             )
-            # The given peers may end, and libp2p forgets how it reached a peer through another.
+            # The given peers may end, and libp2p then forgets the addresses that it learned from
+            # them.
             node.remember([a for _, record in peers.values() for a in record.addresses])
             return Seen(
                 {peer: record for peer, (_, record) in peers.items()},
@@ -168,7 +170,7 @@ class Observer:
     def tip(
         self, announced: Announced, peers: Mapping[PeerId, records.PeerRecord], deadline_s: float
     ) -> Manifest:
-        """The newest manifest that a member proves, from manifest 0 or the trusted head.
+        """The newest manifest that a member proves from manifest 0, or from the trusted head.
 
         Raises:
             NobodyReachable: no member proved one in time.
@@ -192,8 +194,8 @@ class Observer:
         """The run's configuration.
 
         Raises:
-            NobodyReachable: no member sent it in time.
-            RunMismatch: the received one differs from the announced one.
+            NobodyReachable: no member sent the configuration in time.
+            RunMismatch: the received configuration differs from the announced one.
         """
         return self._within(
             deadline_s, "the run configuration", lambda: fetch_config(announced, self._downloads)
@@ -215,7 +217,7 @@ class Observer:
             layout: sizes that its values must have.
             sources: peers that may have it.
             on_blob: called with bytes here and bytes in all, in the node's thread.
-            deadline_s: for the whole model.
+            deadline_s: time limit for the whole model.
 
         Raises:
             NobodyReachable: not all arrived in time.
@@ -236,7 +238,8 @@ class Observer:
     def publish_scores(self, run: str, record: records.ScoreRecord, deadline_s: float) -> None:
         """Publishes scores to all observers of the run, in place of those published before.
 
-        They are repeated until this observer stops, and expire `EVENT_TTL_S` later.
+        The scores are published repeatedly until this observer stops, and expire `EVENT_TTL_S`
+        later.
 
         Raises:
             NobodyReachable: no peer keeps them.

@@ -26,7 +26,7 @@ from swarm.protocol.values.layout import Layout
 logger = logging.getLogger(__name__)
 
 FOUNDER_SILENT_S = 60.0
-"""A gathering run whose founder is not announced for this long will not begin."""
+"""A gathering run without an announcement of its founder for this long will not begin."""
 SAY_AGAIN_S = 60.0
 """Interval at which a peer logs that the founder does not count it."""
 NOT_COUNTED = (
@@ -34,7 +34,7 @@ NOT_COUNTED = (
     "lacks: start this peer with the founder's whole line, --invitation included, or wait until "
     "the run has begun"
 )
-"""A peer without the invitation logs this and puts it into its record."""
+"""A peer without the invitation logs this sentence and puts it into its record."""
 
 
 def founding_manifest(
@@ -46,7 +46,7 @@ def founding_manifest(
     *,
     rooms: Mapping[manifest.PeerId, int] = NO_ROOMS,
 ) -> manifest.Manifest:
-    """Manifest 0: the seeded initial state, with the peers that are present as its electorate.
+    """Manifest 0: the initial state, with the peers that are present as its electorate.
 
     Args:
         founding: the founder, the configuration and the held-out tokens.
@@ -54,7 +54,7 @@ def founding_manifest(
         layout: units of the run.
         initial: digest and size of every unit's initial value.
         present: capacity of each member.
-        rooms: number of experts that fit each member's machine; all fit where no number is given.
+        rooms: number of experts that fit each member's machine; without a number, all fit.
     """
     members = {
         peer: manifest.Member(0, present[peer], room=rooms.get(peer, manifest.ALL_EXPERTS))
@@ -126,7 +126,7 @@ async def gather(
 
 
 def _is_counted(peer: manifest.PeerId, said: PeerRecord, announcement: RunRecord) -> bool:
-    """Whether a peer counts at the founding: it has the invitation, or gathering is open."""
+    """Whether a peer counts at the founding, since it has the invitation or gathering is open."""
     key, run = announcement.key, announcement.run
     return not key or (said.possession != "" and proves(said.possession, key, run, peer))
 
@@ -134,7 +134,7 @@ def _is_counted(peer: manifest.PeerId, said: PeerRecord, announcement: RunRecord
 async def keep_gathering(
     node: Node, announcement: RunRecord, mine: Callable[[], PeerRecord]
 ) -> None:
-    """Keeps announcing a run that has gathered its peers, until cancelled."""
+    """Repeats the announcement of a run that has gathered its peers, until cancelled."""
     while True:
         await heard(_announce(node, announcement, mine), None)
         await asyncio.sleep(POLL_S)
@@ -152,8 +152,8 @@ async def await_founding(
 ) -> Announced:
     """Waits in a gathering run for the founder's announcement of manifest 0, and returns it.
 
-    A founder that was killed and restarted gathers under another name, and this peer follows it.
-    A peer that the founder does not count says why in its record, and in its log once a minute.
+    If the founder was restarted and gathers under another name, this peer follows it. A peer that
+    the founder does not count gives the reason in its record, and logs it once a minute.
 
     Raises:
         NobodyReachable: the founder's announcement expired.

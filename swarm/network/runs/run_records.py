@@ -1,4 +1,4 @@
-"""Publishes and reads the DHT's records, and checks announcements and blobs of strangers."""
+"""Publishes and reads records in the DHT, and checks announcements and blobs of strangers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Answer = TypeVar("Answer")
 async def heard(call: Awaitable[Answer], otherwise: Answer) -> Answer:
     """The DHT's answer, or a default if it does not answer or the daemon is dead.
 
-    It is for callers that ask again, or can do without an answer. The nodes nearest to a key may
-    lie or not answer, which must not end anything.
+    For callers that ask again, or do not need an answer. The nodes nearest to a key may lie or not
+    answer, which must not stop the caller.
 
     Args:
         call: such as `publish` or `fetch_records`.
@@ -44,7 +44,7 @@ async def publish(node: Node, key: str, record: records.DhtRecord) -> bool:
     """Stores this peer's record under a key, in place of the previous one; see `Node.store`.
 
     Raises:
-        BadRecord: every reader would refuse the record, and its writer would not learn of that.
+        BadRecord: every reader would refuse the record, without notice to its writer.
         NobodyReachable: the DHT did not answer.
         NetworkDown: the daemon is dead.
     """
@@ -70,10 +70,10 @@ async def fetch_records(
 async def fetch_dated(
     node: Node, kind: type[records.AnyRecord], keys: Sequence[str]
 ) -> dict[str, tuple[float, records.AnyRecord]]:
-    """Each valid record with its expiration, by the peer that signed both; bad ones are counted.
+    """Each valid record with its expiration, by the peer that signed both; counts invalid ones.
 
     Expirations are seconds since 1970 by the owner's clock. If a peer has records under several
-    keys, the one that expires last counts.
+    keys, the record that expires last counts.
 
     Raises:
         NobodyReachable: the DHT did not answer.
@@ -102,13 +102,13 @@ def _decoded(kind: type[records.AnyRecord], value: bytes, peer: str) -> records.
 
 MAX_CONFIG_BYTES = 256 * 1024
 MAX_HELD_OUT_BYTES = 8 * 1_000_000
-"""The largest held-out text, as tokens of 4 bytes; some normalizers make a text longer."""
+"""Largest held-out text, as tokens of 4 bytes; some normalizers make a text longer."""
 MAX_TOKENIZER_BYTES = 64 * 2**20
-"""The largest tokenizer in wide use, that of Gemma 3, has 33 MB."""
+"""Largest tokenizer file. The largest in wide use, that of Gemma 3, has 33 MB."""
 
 
 def check_announcement(record: records.RunRecord) -> None:
-    """Refuses sizes that would take memory before a digest could prove them false.
+    """Refuses sizes that would take too much memory before the digest can be checked.
 
     Raises:
         BadRecord: reason `record_size`.
@@ -127,7 +127,7 @@ def decode_config(blob: Buffer, record: records.RunRecord) -> RunConfig:
     """The configuration of an announced run.
 
     Raises:
-        BadBlob: it is no configuration, or outside the bounds of `swarm.config.run_settings`.
+        BadBlob: the blob is no configuration, or outside the bounds of `swarm.config.run_settings`.
         RunMismatch: it is not the announced one.
     """
     try:
@@ -141,7 +141,7 @@ def decode_config(blob: Buffer, record: records.RunRecord) -> RunConfig:
 
 
 def check_state(manifest: Manifest, layout: Layout) -> None:
-    """Refuses a manifest whose blobs do not fit the run's layout, before any is fetched.
+    """Refuses, before any fetch, a manifest whose blobs do not fit the run's layout.
 
     Raises:
         BadManifest: reason `manifest_units` or `manifest_size`.

@@ -32,7 +32,7 @@ def encode_preparing(fingerprint: str) -> bytes:
 
 
 def decode_preparing(answer: Buffer) -> str | None:
-    """The fingerprint in such an answer of a stranger; None for any other bytes."""
+    """The fingerprint in a stranger's answer of that form; None for any other bytes."""
     match = _IS_PREPARING.fullmatch(answer)
     return match[1].decode() if match else None
 
@@ -45,16 +45,17 @@ def is_forestalled(
     announced: Iterable[str],
     is_beside: bool,
 ) -> bool:
-    """Whether a peer that prepares a run must leave founding to others, or must not found.
+    """Whether a peer that prepares a run must leave the founding to others, or not found at all.
 
-    If peers prepare at the same time and ask each other, the one with the smallest id continues
-    and the others wait for it. So they neither all found nor all wait.
+    If peers prepare a run at the same time and ask each other, the peer with the smallest id
+    continues and the others wait for it. So exactly one of them founds.
 
     Args:
         me: this peer.
-        fingerprint: of the run that it prepares.
-        preparing: peers at its given addresses that prepare a run too, with its fingerprint.
-        announced: fingerprints of the runs that peers there are in.
+        fingerprint: fingerprint of the run that it prepares.
+        preparing: peers at its given addresses that prepare a run too, with the fingerprint of each
+            run.
+        announced: fingerprints of the runs of peers at these addresses.
         is_beside: whether the run may coexist with others, so that only runs with its fingerprint
             count.
     """
@@ -63,17 +64,17 @@ def is_forestalled(
 
 
 RUN_QUESTION = b"run"
-"""Asks a peer which run it is in; the answer is its `RunRecord`, or `preparing`, or nothing."""
+"""Asks a peer for its run; the answer is the peer's `RunRecord`, or `preparing`, or nothing."""
 POLL_S = 0.3
 ASK_S = 3.0
 ALONE_S = 0.5
-"""How long the search waits only for the answers of the peers that it asked directly."""
+"""For this long, the search waits only for the answers of peers that it asked directly."""
 OPEN_S = 20.0
 """Limit for fetching configuration and manifest 0 of one candidate."""
 NEXT_AFTER_S = 1.0
-"""The next candidate is tried after this long, even if the previous one is not open."""
+"""The next candidate is tried after this long, even if the previous one is still being opened."""
 OTHERS_S = 4.0
-"""If only other runs than the named one are announced, the search ends after this long."""
+"""The search ends after this long if only other runs than the named one are announced."""
 MAX_CANDIDATES = 32
 MAX_ASKED = 8
 LookOn = Callable[[], Awaitable[float]]
@@ -89,12 +90,12 @@ class Announced:
 
 @dataclass(frozen=True)
 class Opened:
-    """A run whose announcement proved true.
+    """A run with a verified announcement.
 
     Attributes:
-        announced: bound by the run id and manifest 0; only the founder's word while the run
-            gathers peers.
-        run: its configuration.
+        announced: bound by run id and manifest 0; while the run gathers peers, only the founder's
+            claim.
+        run: configuration of the run.
         founding: manifest 0; None while its founder gathers peers.
     """
 
@@ -108,8 +109,8 @@ class Answers:
     """Answers of peers that were asked for their run.
 
     Attributes:
-        runs: runs that they are in.
-        preparing: peers that found a run which cannot be announced yet, with its fingerprint.
+        runs: the runs of these peers.
+        preparing: peers that found a run which cannot be announced yet, with the run's fingerprint.
     """
 
     runs: list[Announced]
@@ -127,16 +128,16 @@ async def answers_of(node: Node, peers: Iterable[PeerId]) -> Answers:
 
 
 async def runs_of(node: Node, peers: Iterable[PeerId]) -> list[Announced]:
-    """The runs that these peers are in, by their answers."""
+    """The runs of these peers, by their answers."""
     return (await answers_of(node, peers)).runs
 
 
 async def told_by(node: Node, peers: Sequence[PeerId], within_s: float) -> Answers:
-    """The answers of these peers once any of them names a run; empty if none does so in time.
+    """The answers of these peers, once one of them names a run; empty if none does in time.
 
     Args:
         node: keeps connecting to its given addresses.
-        peers: whom to ask.
+        peers: the peers to ask.
         within_s: how long the question is repeated; it is asked at least once.
     """
     end_s = time.monotonic() + within_s
@@ -161,7 +162,7 @@ async def _run_of(node: Node, peer: PeerId) -> RunRecord | str | None:
 
 
 async def announced_runs(node: Node) -> list[Announced]:
-    """All runs in the DHT, running ones first, then by number of publishers.
+    """All runs in the DHT; running ones first, each group by number of publishers.
 
     Raises:
         NobodyReachable: the DHT did not answer.
@@ -171,7 +172,7 @@ async def announced_runs(node: Node) -> list[Announced]:
 
 
 def _sound(node: Node, records: Mapping[PeerId, RunRecord]) -> list[Announced]:
-    """Groups equal announcements, and drops those whose record alone proves them false."""
+    """Groups equal announcements; drops announcements that contradict themselves."""
     publishers: dict[RunRecord, list[PeerId]] = {}
     for peer, record in sorted(records.items()):
         try:
@@ -201,7 +202,7 @@ def check_run_id(record: RunRecord) -> None:
 
 
 async def no_longer() -> float:
-    """No more waiting: 0 s."""
+    """The default of `look_on`: no further search."""
     return 0.0
 
 
@@ -220,16 +221,16 @@ async def find_run(
     Args:
         node: connected to the DHT.
         downloads: fetches manifest 0 and the configuration.
-        fingerprint: of the wanted configuration, if one is known.
-        wanted: run id that was asked for, or that this peer was in.
+        fingerprint: fingerprint of the wanted configuration, if one is known.
+        wanted: the requested run id, or that of the run in which this peer was.
         preferred: the run to take if several have the same configuration.
-        deadline_s: how long to search; a run that is found by then is still opened.
+        deadline_s: how long to search; a run that is found in time is opened even later.
         look_on: called after the deadline; returns how many more seconds to search.
 
     Raises:
-        RunMismatch: several runs are announced and none was named, or one was named and only others
-            are announced.
-        NobodyReachable: a peer at a given address is in the run, and its run cannot be opened.
+        RunMismatch: several runs are announced and none was named; or only other runs than the
+            named one are announced.
+        NobodyReachable: a peer at a given address is in the run, but the run cannot be opened.
     """
     begin_s = time.monotonic()
     end_s = begin_s + deadline_s
@@ -274,7 +275,7 @@ async def _heard_of(
             return [], []  # the run in preparation is the wanted one
         rumours = [] if told else meant(await heard(announced_runs(node), []))
         several = len({run.record.run for run in rumours}) > 1
-        # Of several runs, that of the given addresses is the wanted one, unless another was named.
+        # Of several runs, that of the given addresses is wanted, unless another was named.
         if not rumours or asking.done() or (several and not is_named):
             told = meant((await asking).runs)
     finally:
@@ -285,7 +286,7 @@ async def _heard_of(
 
 
 async def runs_here(node: Node, downloads: Downloads) -> list[tuple[str, RunConfig]]:
-    """Id and configuration of each run that is announced here and proves true."""
+    """Id and configuration of each run that is announced here and can be verified."""
     found = [*await runs_of(node, node.entrances), *await heard(announced_runs(node), [])]
     return [
         (opened.announced.record.run, opened.run)
@@ -296,7 +297,7 @@ async def runs_here(node: Node, downloads: Downloads) -> list[tuple[str, RunConf
 async def _open(
     node: Node, downloads: Downloads, candidates: Sequence[Announced], *, is_named: bool
 ) -> Opened | None:
-    """The run among the candidates; if none was named, only one may prove true."""
+    """The run among the candidates; if none was named, only one may be verified."""
     if is_named:
         return await _open_first(node, downloads, candidates)
     opened = await _open_each(node, downloads, candidates)
@@ -311,7 +312,7 @@ async def _open(
 async def _open_each(
     node: Node, downloads: Downloads, candidates: Sequence[Announced]
 ) -> list[Opened]:
-    """Each run among the candidates that proves true."""
+    """Each candidate that can be verified."""
     by_run: dict[str, list[Announced]] = {}
     for candidate in candidates[:MAX_CANDIDATES]:
         by_run.setdefault(candidate.record.run, []).append(candidate)
@@ -322,7 +323,7 @@ async def _open_each(
 async def _open_first(
     node: Node, downloads: Downloads, candidates: Sequence[Announced]
 ) -> Opened | None:
-    """The first candidate that proves true; each gets some time before the next one is tried."""
+    """The first verified candidate; each has some time before the next one is tried."""
     waiting, running = list(candidates[:MAX_CANDIDATES]), set[asyncio.Task[Opened | None]]()
     try:
         while waiting or running:
@@ -358,17 +359,17 @@ def _refuse(node: Node, peer: PeerId, error: Exception) -> None:
 
 
 async def open_run(announced: Announced, downloads: Downloads, *, timeout_s: float) -> Opened:
-    """Fetches the blobs that an announcement names, and checks them against it.
+    """Fetches the blobs that an announcement names, and compares them with it.
 
     Args:
         announced: an announcement that its run id binds, unless the run still gathers peers.
-        downloads: fetches from its publishers.
-        timeout_s: for each of manifest 0 and the configuration, which are fetched together.
+        downloads: fetches blobs from the run's publishers.
+        timeout_s: time limit for manifest 0 and for the configuration, which are fetched together.
 
     Raises:
-        NobodyReachable: no publisher sent them in time.
+        NobodyReachable: no publisher sent the blobs in time.
         HostileInput: a blob is no manifest or no configuration.
-        RunMismatch: the id, manifest 0 or the configuration differs from the announced one.
+        RunMismatch: the id, manifest 0 or the configuration differs from the announcement.
     """
     record = announced.record
     if record.state is RunState.GATHERING:
@@ -393,9 +394,9 @@ async def fetch_config(
     """The run's configuration, checked against the announced fingerprint.
 
     Raises:
-        NobodyReachable: no publisher sent it in time.
-        BadBlob: it is no configuration.
-        RunMismatch: it differs from the announced one.
+        NobodyReachable: no publisher sent the configuration in time.
+        BadBlob: the blob is no configuration.
+        RunMismatch: the configuration differs from the announced one.
     """
     record = announced.record
     wanted = Want(record.config, record.config_bytes, announced.publishers)
@@ -405,7 +406,7 @@ async def fetch_config(
 def whom_to_ask(node: Node, announced: Announced, present: Collection[PeerId]) -> list[PeerId]:
     """Peers to ask for the newest tip: those of the given addresses, then random others.
 
-    No figure in a record gives precedence, and no number of records displaces the entrances.
+    No figure in a record gives precedence, and no number of records displaces the given peers.
     """
     others = sorted({*announced.publishers, *present})
     random.shuffle(others)

@@ -34,14 +34,14 @@ def invite(
     """A new invitation, signed with a peer's key.
 
     Args:
-        identity: the inviter's.
+        identity: identity of the inviter.
         run: id of the run.
-        uses: how many peers may join with it.
-        last_round: the last round whose manifest may admit a peer with it.
+        uses: number of peers that may join with it.
+        last_round: the last round whose manifest may admit a peer with the invitation.
         invites: how many peers each peer that joins with it may invite.
-        guest: the one peer that it is for, known by its key; None for any peer that gets it.
-        secret: private key of the invitation in hex digits; None for a new one.
-        weight: the trust in each peer that joins with it, as a number of ordinary members' work.
+        guest: the only peer that may use it, named by its key; None for any peer that gets it.
+        secret: private key of the invitation in hex digits. None for a new key.
+        weight: number of ordinary members whose work is believed of each peer that joins with it.
     """
     if guest:
         secret, key = "", guest
@@ -56,10 +56,10 @@ def invite(
 
 
 def credential_for(private: PrivateInvitation, identity: Identity) -> Credential:
-    """What a peer shows of an invitation: the private key is no longer needed after this.
+    """The credential that a peer shows; after this the private key is no longer needed.
 
     Raises:
-        InvitationError: it is for another peer.
+        InvitationError: the invitation is for another peer.
     """
     require_guest(private, identity.peer_id)
     invitation = private.invitation
@@ -72,7 +72,7 @@ def require_guest(private: PrivateInvitation, peer: PeerId) -> None:
     """Refuses an invitation that is for another peer.
 
     Raises:
-        InvitationError: it is for another peer.
+        InvitationError: the invitation is for another peer.
     """
     if not private.secret and private.invitation.key != peer:
         raise InvitationError(
@@ -82,7 +82,7 @@ def require_guest(private: PrivateInvitation, peer: PeerId) -> None:
 
 
 def is_of(credential: Credential, peer: PeerId) -> bool:
-    """Whether both signatures of a credential hold for this peer."""
+    """Whether both signatures of a credential are valid for this peer."""
     return signatures.credential_problem(credential, peer, verify) is None
 
 
@@ -98,7 +98,7 @@ def read_invitation(text: str) -> PrivateInvitation:
         text: the word that begins with `swarm-invitation-`.
 
     Raises:
-        InvitationError: the text is none, or was damaged.
+        InvitationError: the text is no invitation, or was damaged.
     """
     private = from_text(text)
     is_whole = signatures.is_signed(private.invitation, verify)

@@ -1,4 +1,4 @@
-"""The newest tip of a run, proved by members to a peer that has none, or an old one."""
+"""The newest tip of a run, proved by members to a peer without a tip, or with an old one."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 ASK_DEADLINE_S = 5.0
 BLOB_DEADLINE_S = 60.0
 GRACE_S = 5.0
-"""After the first proved tip, others may still show a newer one. A member that names a blob which
-nobody serves delays nobody for longer."""
+"""How long others may still show a newer tip after the first proved one. A member that names a blob
+which nobody serves causes no longer delay."""
 MAX_ASKED = 8
 """Number of members asked for their tip; the newest proved one counts."""
 TIP_QUESTION = b"tip "
@@ -49,11 +49,11 @@ class Shown:
 
 @dataclass(frozen=True)
 class Trust:
-    """The beliefs of a peer before it sees a tip.
+    """The head that a peer trusts before it sees a tip.
 
     Attributes:
         begin: head from which others must prove their tip.
-        chain: of a peer that has a tip of its own. Others may have dropped that tip's head, and
+        chain: chain of a peer that has a tip. Others may have dropped the head of that tip, and
             then prove their tip from its position (chain pruning).
         is_new: whether the peer has no tip of its own, see `swarm.protocol.chain.trust`.
     """
@@ -83,9 +83,9 @@ class Trust:
 
 
 def asked_tip(payload: bytes, run: str) -> Code | Digest | None:
-    """The head that a stranger trusts, if this is its question for the tip of the run.
+    """The head that a stranger trusts, if the payload is its question for the run's tip.
 
-    A newcomer names the digest of a head, and a peer with a tip names its position.
+    A newcomer names the digest of a head, and a peer with a tip the tip's position.
     """
     question, _, trusted = payload.rpartition(b" ")
     if question != TIP_QUESTION + run.encode():
@@ -112,10 +112,10 @@ async def newest_tip(
     Args:
         node: sends the questions.
         downloads: fetches manifests and proofs.
-        run: as announced; its id binds manifest 0.
+        run: the run as announced; its id binds manifest 0.
         peers: whom to ask.
         trust: where proofs begin; None for manifest 0.
-        grace_s: how long to wait for others once one tip is proved.
+        grace_s: how long to wait for other answers once one tip is proved.
 
     Raises:
         NobodyReachable: no member proved a tip.
@@ -199,7 +199,7 @@ async def _ask_tip(
 def _proved_tip(
     header: Header, message: Message, peer: PeerId, run: RunRecord, trust: Trust
 ) -> Shown:
-    """The tip that a COMMIT proves; signatures are verified if all else about it is right."""
+    """The tip that a COMMIT proves; signatures are verified last."""
     _checked_tip(message, run, trust)
     return _checked_tip(verified(header, message, peer, run.run), run, trust)
 

@@ -1,1 +1,1 @@
-"""Connections between peers: libp2p's daemon, TCP streams, relays, and what a peer may cost."""
+"""Connections between peers: libp2p's daemon, TCP streams, relays, and limits on a peer's cost."""

@@ -1,7 +1,7 @@
-"""Addresses of other peers: which to try, and when. The caller keeps them on disk.
+"""Addresses of other peers, and when to try each. The caller keeps them on disk.
 
 DHTs that were separated, or formed separately, merge as soon as a peer of one pings a peer of the
-other (measured). So each peer keeps trying every peer that it has ever met, members first.
+other (measured). So each peer keeps trying all peers that it has ever met, members first.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from swarm.protocol.timing.backoff import backoff_s
 
 MAX_ADDRESSES = 256
 RECENT_S = 14 * 86_400.0
-"""A peer that answered within this time is tried as often as one that has just left. So a peer that
-was off for a week returns, although all others seem to have been silent for as long."""
+"""A peer that answered within this time is tried as often as one that has just left. A peer that
+was off for a week needs this: for it, all others have been silent for as long."""
 ALONE_EVERY_S = 2.0
-"""Interval of tries with an empty routing table: peers that were all killed start one by one."""
+"""Interval of tries with an empty routing table, since peers that were all killed start one by
+one."""
 MISSING_EVERY_S = 30.0
 CONNECTED_EVERY_S = 60.0
 LONGEST_S = 600.0
@@ -37,7 +38,7 @@ class Entry:
     """The known facts of one address.
 
     Attributes:
-        address: to try.
+        address: the address.
         answered_at: see `Remembered`.
         is_given: whether a person named it, so that it is never forgotten.
         failures: failed tries since a peer last answered.
@@ -52,7 +53,7 @@ class Entry:
 
     @property
     def remembered(self) -> Remembered:
-        """The part that goes to disk."""
+        """The part that is saved on disk."""
         return Remembered(self.address.text, self.answered_at)
 
 
@@ -75,7 +76,7 @@ class Introduction:
 def introductions(
     entries: Iterable[Entry], neighbours: Collection[str], now: Moment, count: int
 ) -> list[Introduction]:
-    """The addresses to try now, those of missing peers first, longest untried first.
+    """The addresses to try now: first those of missing peers, and of these the longest untried.
 
     Args:
         entries: all known addresses.
@@ -101,7 +102,7 @@ def introductions(
 
 
 def _every_s(entry: Entry, is_missing: bool, is_alone: bool, wall: float) -> float:
-    """Interval between tries, which never end: a cut-off half may return at any time."""
+    """Interval between tries, which never end, since a separated half may return at any time."""
     if is_alone:
         return ALONE_EVERY_S
     if not is_missing:
@@ -128,7 +129,7 @@ class AddressBook:
         self._entries: dict[Address, Entry] = {}
 
     def add(self, texts: Iterable[str], *, are_given: bool = False) -> None:
-        """Adds addresses, except malformed ones and this peer's own; drops the worst for room."""
+        """Adds valid addresses of other peers; drops the worst if there are too many."""
         self.recall((Remembered(text) for text in texts), are_given=are_given)
 
     def recall(self, remembered: Iterable[Remembered], *, are_given: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Bounded LRU dictionaries keyed by peer id. Ids are free to create, so these must not grow."""
+"""Bounded LRU dictionaries keyed by peer id; they must not grow, since ids are free to create."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def recalled(
 
     Args:
         known: the dictionary, in the order of use.
-        peer: its key.
+        peer: key of the value.
         new: makes the first value of a peer.
-        most: limit of peers, not counting those in use.
+        most: most peers, not counting those in use.
         is_in_use: whether a peer must not be dropped.
     """
     found = known.pop(peer, None) or new()

@@ -1,4 +1,4 @@
-"""Control messages: small, answered at once, never for bulk data (unary calls of libp2p)."""
+"""Control messages: unary calls of libp2p, small and answered at once, never for bulk data."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def seen_at(p2p: P2P, peer_id: str) -> str:
 class Control:
     """Sends and receives control messages over one daemon.
 
-    The sender of a message is the one that libp2p has proved, never the one named in the payload.
+    libp2p proves the sender of a message; a name in the payload never counts.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Control:
     ) -> None:
         """Lets `answer(source, payload)` answer the calls of this name, with at most 1 MB each.
 
-        A call that its sender cannot pay for is refused before it is read.
+        A call over the limits of its sender is refused before it is read.
         """
 
         async def paid(source: str, payload: bytes) -> bytes:
@@ -114,7 +114,7 @@ class Control:
         """Charges one call to a peer.
 
         Raises:
-            TooCostly: it has called too often.
+            TooCostly: the peer has called too often.
         """
         self.ledger.take(source, cost, 1, time.monotonic())
 
@@ -138,7 +138,7 @@ class Control:
                 self.ledger.locate(str(peer.peer_id.to_base58()), str(address))
 
     async def handle(self, source: str, payload: bytes, *, is_request: bool) -> bytes:
-        """Handles a message that a third peer relayed as if it had arrived directly.
+        """Handles a message that a third peer relayed like one that arrived directly.
 
         Raises:
             BadMessage: this peer has no handler for it.
@@ -196,7 +196,7 @@ class Control:
 
     def _count_sent(self, num_bytes: int) -> None:
         self.traffic.control_bytes_sent += num_bytes
-        self.traffic.up.count(num_bytes)  # messages do not wait, and blobs wait for them
+        self.traffic.up.count(num_bytes)  # messages never wait, but delay blobs
 
     def _receive(self, payload: _Payload, context: P2PContext) -> str:
         self.traffic.control_messages_received += 1

@@ -1,4 +1,4 @@
-"""libp2p's daemon (p2pd): how it is started, and the addresses where it listens and dials."""
+"""libp2p's daemon (p2pd): starts it, and chooses where it listens and dials."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _PR_SET_PDEATHSIG = 1
 STARTUP_S = 15.0
 _ASK_AFTER_S = (0.0, 0.5, 0.5)
 GREETING_S = 3.0
-"""Limit for libp2p's greeting on an accepted connection, which it sends first."""
+"""Limit for libp2p's greeting, the first bytes on an accepted connection."""
 CONNECT_S = 5.0
 CLOSE_S = 2.0
 P2PD = "p2pd"
@@ -47,8 +47,8 @@ _GREETING = b"\x13/multistream/1.0.0\n"
 _IS_LATE = "failed to start in"
 """hivemind's words for a daemon that was not ready within `STARTUP_S`."""
 _SECURITY = ("-noise=false",)
-"""TLS 1.3 only, which every p2pd speaks. With AES in hardware, as nearly everywhere, it costs p2pd
-a fifth less user CPU time than Noise's ChaCha20 (measured,
+"""Option for TLS 1.3 alone, which every p2pd speaks. With AES in hardware, as nearly everywhere,
+TLS costs p2pd a fifth less user CPU time than Noise's ChaCha20 (measured,
 scripts/benchmarks/bench_averaging.py)."""
 
 
@@ -60,8 +60,8 @@ class Address:
         text: the whole address.
         transport: without /p2p/ID, the only part that p2pd's `connect` understands (measured).
         host: name or number.
-        port: of TCP.
-        peer_id: of the peer that should answer there.
+        port: the TCP port.
+        peer_id: id of the peer that should answer there.
     """
 
     text: str
@@ -75,7 +75,7 @@ class Address:
         """Reads `/ip4/A.B.C.D/tcp/PORT/p2p/ID`.
 
         Raises:
-            ConfigError: it is not of this form.
+            ConfigError: the text is not of this form.
         """
         try:
             parts = dict(Multiaddr(text).items())
@@ -93,11 +93,12 @@ async def probe(address: Address, timeout_s: float) -> str | None:
     """Why no libp2p host answers at this address; None if one does.
 
     An open port is not enough: the kernel accepts connections for a stopped process, and some
-    firewalls accept them for none. p2pd would wait there until its start is given up.
+    firewalls accept connections without any process. p2pd would wait for such an address until its
+    start is given up.
 
     Args:
-        address: to connect to.
-        timeout_s: for the connection; the greeting has `GREETING_S` more.
+        address: address to connect to.
+        timeout_s: time limit of the connection. The greeting has another `GREETING_S`.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -119,21 +120,21 @@ async def probe(address: Address, timeout_s: float) -> str | None:
 
 
 def is_unanswered(error: P2PDaemonError) -> bool:
-    """Whether a daemon with entrances did not start because none of them answered."""
+    """Whether a daemon did not start because none of its entrances answered."""
     return "bootstrap peers" in str(error) or _IS_LATE in str(error)
 
 
 def connection_fault(error: OSError) -> str:
     """Why a connection could not be opened, in the system's words."""
-    if isinstance(error, socket.gaierror):  # its error numbers are not the system's
+    if isinstance(error, socket.gaierror):  # its error numbers are not those of the system
         return f"the name cannot be resolved: {error.strerror}"
     return os.strerror(error.errno) if error.errno else str(error) or type(error).__name__
 
 
 def listen_addresses(network: NetworkSection, port: int | None) -> tuple[str, ...]:
-    """The addresses to listen on: those of the configuration, port 0 replaced by `port`.
+    """The addresses to listen on: those of the configuration, with `port` in place of port 0.
 
-    A remembered port that is in use by now is replaced by a free one, with a warning.
+    If the remembered port is in use now, a free port is used, with a warning.
 
     Raises:
         NetworkDown: a configured port is in use, or cannot be listened on.
@@ -170,7 +171,7 @@ def _with_port(text: str, port: int | None) -> str:
 def foreign_address_hint(fault: OSError, host: str, port: int) -> str | None:
     """Advice for a configured listening address that the machine does not have.
 
-    Providers of cloud machines and routers translate a public address to a private one.
+    Cloud providers and routers translate a public address to a private one.
     """
     if fault.errno != errno.EADDRNOTAVAIL:
         return None
@@ -181,9 +182,9 @@ def foreign_address_hint(fault: OSError, host: str, port: int) -> str | None:
 
 
 def _listening_fault(protocol: str, host: str, port: int) -> OSError | None:
-    """Why the port cannot be listened on; p2pd would silently share it with another p2pd.
+    """Why the port cannot be used; p2pd would silently share it with another p2pd.
 
-    Both set SO_REUSEPORT, and then either may get a connection. Names are left to p2pd.
+    Both set SO_REUSEPORT, so either may get a connection. Names are left to p2pd.
     """
     if protocol not in ("ip4", "ip6"):
         return None
@@ -215,12 +216,12 @@ def dialable(
 ) -> tuple[str, ...]:
     """The addresses to announce, in the order in which joiners should try them.
 
-    Public ones come first, then the preferred host, then the others in their order: a machine with
-    containers has addresses that nobody outside can dial.
+    Public addresses come first, then the preferred host, then the others in the given order. On a
+    machine with containers, peers elsewhere cannot dial some of these addresses.
 
-    Loopback addresses are used only if there is nothing else. If there are more than a record may
-    have, as on a machine with many container networks, the last private ones are left out; `says`
-    logs that.
+    Loopback addresses are used only if there are no others. If there are more addresses than a
+    record may have, for example with many container networks, the last private addresses are left
+    out. `says` logs this.
     """
     known = dict.fromkeys(visible)
     outside = [text for text in known if not is_loopback(text)]
@@ -251,7 +252,7 @@ async def start_daemon(
     initial_peers: Sequence[str],
     line: LineBytes,
 ) -> P2P:
-    """Starts p2pd, which dies with the calling thread and ignores this terminal's Ctrl+C.
+    """Starts p2pd, which ends with the calling thread and ignores this terminal's Ctrl+C.
 
     Its bytes count on `line` until `end_daemon`.
 
@@ -276,10 +277,10 @@ async def start_daemon(
 
 
 async def is_identity_taken(peer_id: str, initial_peers: Sequence[str], line: LineBytes) -> bool:
-    """Whether a peer of this identity answers; a second one would take its connections.
+    """Whether a peer of this identity answers; a second peer would take its connections.
 
-    Asks several times: hivemind's own check asks once, when its daemon has just started, and missed
-    a peer that had started just before.
+    Asks several times. hivemind's own check asks once, just after its daemon has started, and
+    overlooked a peer that had started just before.
 
     Raises:
         P2PDaemonError: the asking daemon did not start, or reached none of the peers.
@@ -326,11 +327,11 @@ async def _create(line: LineBytes, **options: Any) -> P2P:
 
 
 class _LivingCalls(dict[UUID, "asyncio.Future[bytes]"]):
-    """hivemind's unanswered calls, limited to those that still wait for an answer.
+    """hivemind's unanswered calls, without calls that have ended.
 
     Otherwise an answer that arrives in the same turn of the loop as its call's timeout would raise
-    in the task that reads all answers. This node would never receive an answer again (measured,
-    after a pause of the process).
+    in the task that reads all answers. Then this node would never receive an answer again
+    (measured, after a pause of the process).
     """
 
     def __contains__(self, call_id: object) -> bool:
@@ -339,7 +340,7 @@ class _LivingCalls(dict[UUID, "asyncio.Future[bytes]"]):
 
 
 async def _end(children: Sequence[asyncio.subprocess.Process]) -> None:
-    """Ends the daemon of a failed start, which hivemind forgets."""
+    """Ends the daemon of a failed start, which hivemind does not do."""
     for child in children:
         with suppress(ProcessLookupError):
             child.kill()
@@ -356,7 +357,7 @@ def _tie_daemons_to_their_thread() -> None:
         real = asyncio.subprocess.create_subprocess_exec
         if getattr(real, "ties_p2pd", False):
             return
-        # Looked up before the fork: the child of a threaded process must not load libraries.
+        # Looked up before the fork, since the child of a threaded process must not load libraries.
         prctl = ctypes.CDLL(None).prctl
 
         def die_with_parent() -> None:

@@ -1,8 +1,8 @@
-"""A peer's identity: one Ed25519 key, which its libp2p peer id contains.
+"""A peer's identity: one Ed25519 key, which is part of its libp2p peer id.
 
-The key lies in the identity file that libp2p's daemon reads. So "the owner of this record", "the
-peer that signed this vote" and "the peer that I dial" are the same fact. The public key follows
-from the peer id, so no signature has to carry it.
+libp2p's daemon reads the key from the identity file. So the owner of a record, the signer of a vote
+and the dialed peer are identified by the same key. The public key follows from the peer id, so no
+signature has to carry it.
 
 Sources: RFC 8032; libp2p specs, peer-ids: the identity multihash of the protobuf-wrapped key.
 """
@@ -26,10 +26,11 @@ KEY_BYTES = 32
 """Size of a public key, and of a private one."""
 SIGNATURE_BYTES = 64
 _ID_PREFIX = bytes.fromhex("002408011220")
-"""Prefix of every such peer id: identity multihash, 36 bytes; kind Ed25519; key of 32 bytes."""
+"""Prefix of each peer id before its encoding: identity multihash, 36 bytes; kind Ed25519; 32 bytes
+of key."""
 _IS_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
 _DOMAIN = b"swarm/1\0"
-"""Prefix of everything that we sign, so that our signatures cannot pass for libp2p's."""
+"""Prefix of all that we sign, so that our signatures cannot be mistaken for libp2p's."""
 _FIELD = 2**255 - 19
 _LOW_ORDER = frozenset(
     {
@@ -40,7 +41,7 @@ _LOW_ORDER = frozenset(
         55188659117513257062467267217118295137698188065244968500265048394206261417927,
     }
 )
-"""The y coordinates of the eight points of low order: anybody can sign under such a key."""
+"""The y coordinates of the eight points of low order. With such a key anybody can sign."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,10 @@ class Identity:
 
     Attributes:
         path: the identity file.
-        peer_id: base58.
+        peer_id: id in base58.
         public_key: 32 bytes.
         private_key: Ed25519.
-        is_new: whether it was made just now, so that nobody else can have it.
+        is_new: whether the key was made just now, so that no other process can have it.
     """
 
     path: Path
@@ -150,7 +151,7 @@ def peer_id_of(public_key: bytes) -> str | None:
 
 
 def _is_sound(public_key: bytes) -> bool:
-    """Whether a key has its size, a unique encoding, and a secret that only its owner can know."""
+    """Whether a key has the right size, a unique encoding, and is not of low order."""
     if len(public_key) != KEY_BYTES:
         return False
     y = int.from_bytes(public_key, "little") % 2**255

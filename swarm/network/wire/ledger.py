@@ -1,4 +1,4 @@
-"""Limits of the cost of other peers: accounts per peer, per network, and for all strangers."""
+"""Limits of the cost of other peers, with accounts per peer, per network, and of all strangers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from swarm.errors import TooCostly
 from swarm.protocol.values.manifest import PeerId
 
 STRANGERS_SHARE = 1 / 4
-"""The strangers' part of each shared limit; the rest is reserved for members of the current tip."""
+"""The strangers' share of each common limit; the rest is reserved for members of the tip."""
 PREFIX_SHARE = 1 / 2
 """The part of the strangers' share for one /24 of IPv4 or /48 of IPv6, the smallest networks that
-are assigned as a whole. It is a half, since many honest peers may be behind one address."""
+are assigned as a whole. It is as large as a half, since many honest peers may be behind one
+address."""
 MAX_KNOWN = 4096
-"""Limit of remembered accounts and addresses. A forgotten peer starts with a full account, but
-still draws from the strangers' shared account."""
+"""Most remembered accounts and addresses. A forgotten peer starts with a full account, but still
+draws from the strangers' common account."""
 
 
 class Cost(StrEnum):
@@ -48,7 +49,7 @@ class Cost(StrEnum):
 
 @dataclass(frozen=True)
 class Rate:
-    """An amount, and how much of it returns per second; with 0, it returns only if given back."""
+    """An amount, and how much of it returns per second. With 0, it returns only if given back."""
 
     most: float
     per_s: float = 0.0
@@ -69,34 +70,35 @@ class Limit:
 
 KIB, MIB = 2**10, 2**20
 LIMITS: Mapping[Cost, Limit] = {
-    # 1,024 members that each answer a poll of 1.5 s send 683 a second to a convener. A stranger
-    # that joins sends a READY and some HELLOs in 3 s, and a burst of questions before.
+    # With polls every 1.5 s, 1,024 members send 683 answers a second to a convener. A stranger that
+    # joins sends a READY and some HELLOs in 3 s, and before that a burst of questions.
     Cost.MESSAGES: Limit(Rate(2048, 1024), Rate(512, 64), Rate(32, 8)),
-    # A relay carries messages of many peers; each message is charged to its origin when opened.
+    # A relay sends messages of many peers; each message is charged to its origin when opened.
     Cost.LETTERS: Limit(Rate(2048, 1024), Rate(512, 256), Rate(32, 8)),
-    # The offers of a roster are charged to its convener. A stranger's proof has 1 MiB at most.
+    # The offers of a roster are charged to the convener. A stranger's proof has 1 MiB at most.
     Cost.BYTES: Limit(Rate(32 * MIB, 8 * MIB), Rate(24 * MIB, 6 * MIB), Rate(2 * MIB, MIB / 16)),
-    # However small, a proof takes a stream and 7 ms of CPU time: strangers together get a tenth of
-    # a core. One COMMIT brings an absent peer up to date, and all others bring the same.
+    # A proof of any size takes a stream and 7 ms of CPU time, so all strangers together get a tenth
+    # of a core. One COMMIT brings an absent peer up to date; the COMMITs of others say the same.
     Cost.PROOFS: Limit(Rate(256, 64), Rate(64, 16), Rate(8, 1)),
-    # Two manifests of 8 MiB each come with a COMMIT; unwanted ones are never proved.
+    # A COMMIT has two manifests of up to 8 MiB each; manifests are fetched only if proved.
     Cost.MANIFESTS: Limit(Rate(128 * MIB, MIB), Rate(32 * MIB, MIB / 4), Rate(16 * MIB, MIB / 8)),
     # A roster of 256 peers takes a second. Strangers get a tenth of a core.
     Cost.SECONDS: Limit(Rate(8.0, 0.4), Rate(4.0, 0.1), Rate(0.5, 0.02)),
     Cost.PENDING: Limit(Rate(2048), Rate(32), Rate(4)),
     # An honest peer fetches over two streams, and measures over one.
     Cost.STREAMS: Limit(Rate(256), Rate(8), Rate(4)),
-    # Each takes up to 50 us of CPU time, so all together a fifth of a core. A peer that fetches
-    # 1,000 units not yet here asks for each five times in the first 15 s, and then every 15 s.
+    # Each ask takes up to 50 us of CPU time, so all together take a fifth of a core. A peer that
+    # fetches 1,000 units which are not yet here asks for each five times in the first 15 s, then
+    # every 15 s.
     Cost.ASKS: Limit(Rate(65_536, 4096), Rate(16_384, 1024), Rate(4096, 256)),
     Cost.OPENING: Limit(Rate(128), Rate(16), Rate(4)),
-    # A dialing peer is not known before its envelope has arrived, which takes one round trip. Until
-    # then its network is charged.
+    # A dialing peer is unknown until its envelope has arrived, after one round trip. Until then its
+    # network is charged.
     Cost.ADMITTING: Limit(Rate(1024), Rate(128), Rate(64)),
     Cost.FORWARDS: Limit(Rate(256), Rate(16), Rate(4)),
     Cost.RELAYED: Limit(Rate(64), Rate(8), Rate(4)),
-    # More at once would only measure each other. An honest peer makes one measurement at a time,
-    # and its previous one may not have ended here. Peers that gather for a run in one network are
+    # More measurements at a time would disturb each other. An honest peer makes one at a time, but
+    # its previous one may not have ended here. Peers that gather for a run in one network are
     # strangers to each other.
     Cost.MEASURING: Limit(Rate(16), Rate(4), Rate(2)),
     # One measurement moves 8 MiB, one per direction. A starting peer asks three peers to dial it.
@@ -110,12 +112,12 @@ LIMITS: Mapping[Cost, Limit] = {
 
 Account = tuple[Cost, str, str]
 """The cost, the kind of owner (`member`, `trainees`, `members`, `stranger`, `prefix` or
-`strangers`), and the owner's name."""
+`strangers`), and the name of the owner."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """An amount to give back, and the accounts that it came from."""
+    """An amount to give back, and the accounts from which it was taken."""
 
     accounts: tuple[Account, ...]
     amount: float
@@ -136,7 +138,7 @@ class _Balance:
 
 
 class Ledger:
-    """The accounts of one peer; all methods run in one thread, but `admit` may run in any."""
+    """The accounts of one peer. All methods but `admit` must run in one thread."""
 
     def __init__(self, limits: Mapping[Cost, Limit] = LIMITS) -> None:
         """Knows no member yet, so every peer is a stranger."""
@@ -156,7 +158,7 @@ class Ledger:
 
     @property
     def members(self) -> frozenset[PeerId]:
-        """Peers that draw from the members' part; the same object until they change."""
+        """Peers that draw from the members' share; the same object until they change."""
         return self._members
 
     def is_trainee(self, peer: PeerId) -> bool:
@@ -164,11 +166,11 @@ class Ledger:
         return peer in self._trainees
 
     def is_member(self, peer: PeerId) -> bool:
-        """Whether a peer draws from the members' part."""
+        """Whether a peer draws from the members' share."""
         return peer in self._members
 
     def standing_of(self, peer: PeerId) -> str:
-        """The group that a peer shares limits with: members, trainees or strangers."""
+        """The group with which a peer shares limits: members, trainees or strangers."""
         if not self.is_member(peer):
             return "strangers"
         return "trainees" if self.is_trainee(peer) else "members"
@@ -212,12 +214,12 @@ class Ledger:
     def take(self, peer: PeerId, cost: Cost, amount: float, now_s: float) -> Held:
         """Takes an amount out of all of a peer's accounts, or out of none.
 
-        A full account gives even more than it can hold, and is then in debt: an honest peer must
-        not wait forever.
+        A full account gives even more than its limit, and is then in debt. Otherwise a large
+        request of an honest peer would never succeed.
 
         Args:
-            peer: to charge.
-            cost: its kind.
+            peer: the peer to charge.
+            cost: kind of the amount.
             amount: how much; 0 only asks whether anything is left.
             now_s: seconds of a clock that never goes back.
 
@@ -252,7 +254,7 @@ class Ledger:
         if self.is_member(peer):
             together = ((cost, "trainees", ""),) if self.is_trainee(peer) else ()
             return ((cost, "member", peer), *together, (cost, "members", ""))
-        # Strangers whose network is not known share one: if not yet located, or behind a relay.
+        # Strangers of unknown network (not yet located, or behind a relay) count as one network.
         network = (cost, "prefix", self.network_of(peer))
         return ((cost, "stranger", peer), network, (cost, "strangers", ""))
 
@@ -279,7 +281,7 @@ class Ledger:
         """Drops accounts that are full again, then the oldest, but none that waits for a return."""
         if len(self._balances) <= MAX_KNOWN:
             return
-        kept = MAX_KNOWN * 3 // 4  # many at once, since it looks at all of them
+        kept = MAX_KNOWN * 3 // 4  # many at once, since each call looks at all accounts
         rates = [account for account in self._balances if self._rate(account).per_s]
         rates.sort(key=lambda a: self._left(a, now_s) < self._rate(a).most)
         for account in rates[: len(self._balances) - kept]:
@@ -291,7 +293,7 @@ def _rates(limit: Limit) -> dict[str, Rate]:
     return {
         "member": limit.member,
         "members": limit.shared.part(1 - STRANGERS_SHARE),
-        # A third of the members' share: any key may become a trainee, and voters keep the rest.
+        # A third of the members' share, since any key may become a trainee; the rest is for voters.
         "trainees": strangers,
         "stranger": limit.stranger,
         "prefix": strangers.part(PREFIX_SHARE),
@@ -323,7 +325,7 @@ def prefix_of(address: str) -> str | None:
 
 
 LARGE_BYTES = 2**18
-"""Larger messages are decoded in another thread: a roster of 256 peers takes a second."""
+"""Larger messages are decoded in another thread, since a roster of 256 peers takes a second."""
 
 Result = TypeVar("Result")
 
@@ -338,8 +340,8 @@ class Costs:
             source: the peer to charge.
             ledger: has the accounts of this peer.
             turn: a lock shared by messages, so that other threads work on one message at a time. If
-                many peers show equal content, the first message computes it and is charged for it;
-                the next ones find it known.
+                many peers send equal content, only the first message is computed and charged; the
+                others find the result in a cache.
         """
         self._source, self._ledger, self._turn = source, ledger, turn or asyncio.Lock()
 

@@ -1,6 +1,6 @@
-"""Health of the links to other peers: which do not answer, and how long answers take.
+"""Health of the links to other peers: which peers do not answer, and how long answers take.
 
-Nothing is sent for this: it is seen from the control messages that are sent anyway.
+No messages are sent for this; the control messages that are sent anyway show it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from swarm.protocol.records.records import MAX_UNREACHED, Silence
 from swarm.protocol.timing.pace import DAY_S, Dated, Recent
 
 LOST_IN_A_ROW = 2
-"""A link is cut after so many lost messages in a row; a single one may be lost on any link."""
+"""Lost messages in a row after which a link counts as cut. Any link may lose a single message."""
 SILENT_S = 6.0
-"""If a message waits for this long, and nothing arrived from its receiver since it was sent, the
-link is cut. An answer on a working link takes less than the 5 s that are left for it."""
+"""If a message has no answer for this long, and nothing else arrived from its receiver, the link
+counts as cut. On a working link an answer takes less than 5 s."""
 FORGOTTEN_S = 60.0
-"""A peer to which nothing was sent for this long no longer counts."""
+"""After this long without a message to a peer, its link is no longer reported."""
 KEPT = 16
 MAX_LINES = 4096
-"""Limit of peers, not counting those with a message in progress; about 1 kB each. At most 256 new
-strangers come in a second, and members get messages every few seconds, so members' entries stay."""
+"""Most peers, not counting those with a message in progress; about 1 kB each. At most 256 new
+strangers come in a second, and members get messages every few seconds, so the entries of members
+are kept."""
 
 
 @dataclass
@@ -40,7 +41,7 @@ class _Line:
     heard_s: float = -math.inf
     """Time of the last message or answer received."""
     under_way: int = 0
-    """Messages without an answer so far."""
+    """Number of messages without an answer so far."""
     lost: int = 0
     is_silent: bool = False
     silence: Silence = Silence.SILENT
@@ -55,22 +56,23 @@ class _Line:
 
 
 TESTS = 3
-"""Number of uplink tests whose median counts: a test during other transfers reads too low."""
+"""Number of uplink tests of which the median counts, since a test during other transfers reads too
+low."""
 ALIKE = 1.5
-"""Two tests that differ by more than this factor show different links."""
+"""Two tests that differ by more than this factor count as tests of different links."""
 SETTLED_S = 3600.0
-"""Rates seen before the last two tests, and longer ago than this, no longer count."""
+"""Rates from before the last two tests, and older than this, no longer count."""
 MAX_FULL = 16
-"""Limit of the receivers for which a rate of the full uplink is kept."""
+"""Most receivers for which a rate of the full uplink is kept."""
 BEFORE = "before"
-"""Stands for the earlier reading of a receiver that was measured twice."""
+"""The name of the earlier reading of a receiver that was measured twice."""
 
 
 class LinkHealth:
     """The links to all peers; written in the node's loop, read by any thread.
 
     Attributes:
-        down_mbit: measured before this peer joined; None if it was not.
+        down_mbit: download rate measured before this peer joined; None if not measured.
         when_cut: called when a link proves to be cut.
     """
 
@@ -86,7 +88,7 @@ class LinkHealth:
 
     @property
     def up_mbit(self) -> float | None:
-        """The uplink's rate by tests of the last day; None if there were none."""
+        """The uplink's rate by tests of the last day; None if there were no tests."""
         values = self._tests.of_late(self._clock())
         return values[len(values) // 2] if values else None
 
@@ -97,12 +99,12 @@ class LinkHealth:
 
     @property
     def is_recalled(self) -> bool:
-        """Whether the uplink's rate is known only from an earlier start."""
+        """Whether the uplink's rate is known from an earlier start only."""
         return self.up_mbit is None and self.tested_mbit is not None
 
     @property
     def tested_s(self) -> float:
-        """When the newest test was made; -inf if there was none."""
+        """Time of the newest test; -inf if there was none."""
         return self._tests.newest[-1].at_s if self._tests.newest else -math.inf
 
     @property
@@ -112,25 +114,25 @@ class LinkHealth:
 
     @property
     def settled_s(self) -> float:
-        """Rates seen before this time no longer count, as no test confirms them; -inf if all do."""
+        """Rates from before this time no longer count, as no test confirms them; or -inf."""
         if len(self._tests.newest) < 2:
             return -math.inf
         return min(self._tests.newest[-2].at_s, self._clock() - SETTLED_S)
 
     @property
     def is_agreed(self) -> bool:
-        """Whether the newest test agrees with the rate that counts."""
+        """Whether the newest test agrees with the rate in use."""
         if not self._tests.newest or (known := self.up_mbit) is None:
             return False
         newest = self._tests.newest[-1].value
         return max(newest, known) <= ALIKE * min(newest, known)
 
     def tested(self, mbit: float) -> None:
-        """Adds the rate of a test of the uplink that has just ended; it is a lower bound."""
+        """Adds the rate, a lower bound, of an uplink test that has just ended."""
         self._tests.add(mbit, self._clock())
 
     def recall(self, mbit: float, age_s: float) -> None:
-        """Adds the uplink's rate of an earlier start of this peer, with its age."""
+        """Adds the uplink's rate from an earlier start of this peer, with its age."""
         self._recalled.add(mbit, self._clock() - age_s)
 
     def full(self, receiver: str, mbit: float) -> None:
@@ -141,17 +143,17 @@ class LinkHealth:
             del self._full[next(iter(self._full))]
 
     def full_by_one(self, receiver: str) -> None:
-        """Lets the next reading of a receiver without others agree with its earlier one."""
+        """Lets the next reading of a receiver agree with that receiver's earlier reading."""
         if before := self._full.pop(receiver, None):
             self._full[BEFORE] = before
 
     def forget_full(self) -> None:
-        """Forgets all readings once two have agreed: next time two new ones have to agree."""
+        """Drops all readings once two have agreed, so that later two new readings have to agree."""
         self._full.clear()
 
     @property
     def full_mbit(self) -> dict[str, float]:
-        """Receiver -> rate of the uplink where it was full in the last day."""
+        """By receiver: the uplink's rate when it was full, in the last day."""
         now_s = self._clock()
         return {k: v.value for k, v in list(self._full.items()) if now_s - v.at_s <= DAY_S}
 
@@ -159,7 +161,7 @@ class LinkHealth:
 
     @contextmanager
     def post(self, peer: str) -> Iterator[None]:
-        """Surrounds the sending of one message, which returns when it has been handled."""
+        """Surrounds the sending of one message, until the receiver has handled it."""
         line = recalled(
             self._lines, peer, _Line, MAX_LINES, is_in_use=lambda line: line.under_way > 0
         )
@@ -190,13 +192,13 @@ class LinkHealth:
                 timer.cancel()
 
     def _waits(self, line: _Line, since_s: float) -> None:
-        """Handles a message, sent at `since_s`, that has waited for SILENT_S."""
+        """Handles a message, sent at `since_s`, that has had no answer for SILENT_S."""
         if line.heard_s < since_s and not line.is_cut:
             line.at_s, line.is_silent, line.silence = self._clock(), True, Silence.SILENT
             self.when_cut()
 
     def hearing(self, handler: OnMessage | None) -> OnMessage | None:
-        """The same handler of messages, which also notes their senders."""
+        """Makes from a handler of messages one that also notes that their senders were heard."""
         if handler is None:
             return None
 
@@ -209,12 +211,12 @@ class LinkHealth:
         return heard
 
     def rtt_ms(self) -> float | None:
-        """The shortest time of the last messages to each current peer; the median over peers."""
+        """The median over current peers of the shortest round trip of their last messages."""
         shortest = [min(line.took_s) for line in self._talked_to().values() if line.took_s]
         return round(1e3 * statistics.median(shortest), 3) if shortest else None
 
     def unreached(self) -> dict[str, Silence]:
-        """Peers to which the last messages were lost, the most lost first."""
+        """Peers to which the last messages were lost, those with most losses first."""
         lost = [(peer, line) for peer, line in self._talked_to().items() if line.is_cut]
         lost.sort(key=lambda item: (-item[1].lost, item[0]))
         return {peer: line.silence for peer, line in lost[:MAX_UNREACHED]}

@@ -1,4 +1,4 @@
-"""One asyncio loop in one named daemon thread, and the only ways into it."""
+"""One asyncio loop in one named daemon thread, and the only entries to it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 SWITCH_INTERVAL_S = 0.0002
-"""Python's default of 5 ms lets a training thread starve the network; measured: x1.0-1.3 on step
-time at 12.5 MB/s with this value."""
+"""Python's switch interval. With the default of 5 ms, a training thread starves the network. With
+this value, steps take 1.0 to 1.3 times as long at 12.5 MB/s (measured)."""
 HELPERS = 6
 
 
 class LoopThread:
     """Runs coroutines for other threads.
 
-    p2pd is tied to the thread that starts it, so this thread must outlive p2pd. If the loop itself
+    p2pd ends with the thread that starts it, so this thread must outlive p2pd. If the loop itself
     fails, as a selector does without memory, the same thread runs the same loop again.
     """
 
@@ -41,7 +41,7 @@ class LoopThread:
         """Runs a coroutine in the loop and returns its result, from any other thread.
 
         Args:
-            coroutine: to run.
+            coroutine: the coroutine to run.
             timeout_s: limit in seconds; None for a coroutine with its own limit.
 
         Raises:
@@ -78,10 +78,10 @@ class LoopThread:
 
 
 def _complain(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Asyncio's handling of errors that no code awaits, with one exception.
+    """Asyncio's handler of errors that no code awaits, with one exception.
 
-    With each of its questions hivemind 1.1.12 drops a task that waits for the end of a search
-    (`dht/traverse.py`, `await_finished_task`). Nothing is lost with it.
+    With each question, hivemind 1.1.12 drops a task that waits for the end of a search
+    (`dht/traverse.py`, `await_finished_task`). This does no harm.
     """
     task = context.get("task")
     name = getattr(task.get_coro(), "__qualname__", "") if task else ""
@@ -94,14 +94,14 @@ def _complain(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 def started_pool(name: str, helpers: int) -> Helpers:
     """Helpers that are already running.
 
-    If memory is short, a helper that cannot be started would leave its work in the queue. The work
-    would run after it was reported as failed: an old record could follow a new one.
+    If a helper could not be started for lack of memory, its work would stay in the queue. Such work
+    would run after it was reported as failed, so an old record could replace a new record.
     """
     return Helpers(name, helpers, are_started=True)
 
 
 async def _cancel_others() -> None:
-    """Repeats until no task is left: hivemind starts new tasks while its old ones end."""
+    """Cancels all other tasks, repeatedly, since hivemind starts new tasks while old tasks end."""
     for _ in range(10):
         others = asyncio.all_tasks() - {asyncio.current_task()}
         if not others:
@@ -114,6 +114,6 @@ async def _cancel_others() -> None:
     # hivemind leaves connections to its daemon open when a call over them is cancelled.
     for transport in list(getattr(loop, "_transports", {}).values()):
         transport.abort()
-    # Closed transports release their sockets one turn of the loop later.
+    # Closed transports release their sockets in the next turn of the loop.
     await asyncio.sleep(0)
     await asyncio.sleep(0)

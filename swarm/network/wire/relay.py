@@ -1,10 +1,10 @@
 """Relays messages and streams between peers that cannot dial each other.
 
-libp2p's own circuit relay takes minutes to provide a slot (measured: none after 40 s), so any
+libp2p's own circuit relay takes minutes to provide a slot (measured: none after 40 s), so every
 willing peer that listens relays here. Messages are signed, so a relay cannot change them. Each
 message counts once, so a relay can only delay it by seconds or drop it (`relayed_messages.py`).
-Blobs are named by their digests. A stream begins with a signed envelope. The stream is charged to
-the peer that asked for it, at the relay and at the destination, and never to the relay.
+Blobs are named by their digests. A stream begins with a signed envelope. Relay and destination
+charge the stream to the peer that asked for it, never to the relay.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 
 PROTOCOL = "swarm.relay/1"
 FORWARD_S = 10.0
-"""A relay gives up on a message after this time."""
+"""A relay gives up a message after this time."""
 FIRST_BYTES_S = 10.0
 """A relayed stream without a first byte is ended after this long."""
 IDLE_S = 60.0
 """A relayed stream is ended when nothing has moved for this long in either direction."""
 STALLED_S = 1.0
-"""If there is no room, a stream on which nothing has moved for this long makes room."""
+"""If there is no room, a stream on which nothing has moved for this long is ended for another."""
 STREAM_S = 1800.0
 MAX_LETTER_BYTES = 4096
 DELIVER_PROTOCOL = "swarm.relayed/1"
@@ -51,7 +51,7 @@ _PART_BYTES = 256 * 1024
 _CLOSE_S = 5.0
 _CONNECTED = b"\x01"
 _WORDS = 2
-"""Words in the envelope of a stream: protocol and relay."""
+"""Number of words in the envelope of a stream: protocol and relay."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class _Opening:
 
 @dataclass
 class Relay:
-    """Both sides: asks others to relay, and relays for others if it is willing.
+    """Both sides of relaying: asks others to relay, and relays for others if willing.
 
     Attributes:
         identity: signs this peer's envelopes.
@@ -249,7 +249,7 @@ class Relay:
             logger.debug("stream passed on for %s ended: %s", peer, why)
 
     async def _read_letter(self, reader: asyncio.StreamReader, destination: str) -> _Opening:
-        """The envelope at the beginning of a stream.
+        """Reads the envelope at the beginning of a stream.
 
         Raises:
             BadMessage: it is invalid, for another peer, or for a stream that is not relayed.
@@ -295,7 +295,7 @@ class Relay:
         writer: asyncio.StreamWriter,
         connection: socket.socket,
     ) -> None:
-        """Runs until the asking side closes: the tail may be lost if the relay closes first."""
+        """Runs until the asking side closes, or the tail might be lost."""
         loop, up, down = asyncio.get_running_loop(), self.traffic.up, self.traffic.down
         most = up.part_bytes(down.part_bytes(_PART_BYTES))
         async with asyncio.timeout(FIRST_BYTES_S) as idle:

@@ -26,7 +26,7 @@ LENGTH = struct.Struct(">H")
 class EnvelopeKind(IntEnum):
     """The kind of an envelope's content."""
 
-    MESSAGE = 1  # its answer only says that it was handled
+    MESSAGE = 1  # the answer only says that it was handled
     REQUEST = 2  # a question
     ANSWER = 3  # bound to the digest of the envelope that it answers
     STREAM = 4  # opens a stream through a relay
@@ -35,7 +35,7 @@ class EnvelopeKind(IntEnum):
 
 @dataclass(frozen=True)
 class Envelope:
-    """An opened envelope: its content is from `source`, and was meant for the opener."""
+    """An opened envelope: its content is from `source`, and for the peer that opened it."""
 
     kind: EnvelopeKind
     source: str
@@ -43,7 +43,7 @@ class Envelope:
 
 
 def seal(identity: Identity, kind: EnvelopeKind, destination: str, payload: bytes) -> bytes:
-    """Signs a payload for one destination: a peer id, or the question's digest for an answer.
+    """Signs a payload for one destination: a peer id or, for an answer, the question's digest.
 
     Costs about 0.1 ms and 150 bytes.
     """
@@ -53,7 +53,7 @@ def seal(identity: Identity, kind: EnvelopeKind, destination: str, payload: byte
 
 
 def with_length(sealed: bytes) -> bytes:
-    """An envelope in the form for a stream, after its `LENGTH`."""
+    """An envelope with its `LENGTH` before it, as on a stream."""
     return LENGTH.pack(len(sealed)) + sealed
 
 
@@ -83,12 +83,12 @@ def _statement(kind: EnvelopeKind, destination: str, payload: bytes) -> bytes:
 
 
 FRESH_S = 30.0
-"""How long an envelope counts: relays take up to 10 s, and clocks agree within 3 s."""
+"""How long an envelope is valid. Relays take up to 10 s, and clocks agree within 3 s."""
 FRESH_MS = int(FRESH_S * 1e3)
 WINDOW = 128
-"""Envelopes of one peer may overtake each other by fewer than this number."""
+"""An envelope of a peer may be overtaken by fewer than this number of others."""
 MAX_PEERS = 4096
-"""Limit of remembered peers. A forgotten peer's fresh envelope may count again."""
+"""Most remembered peers. A fresh envelope of a forgotten peer may be accepted again."""
 _STAMP = struct.Struct(">QQ")
 
 
@@ -97,8 +97,8 @@ class Stamp:
     """Distinguishes an envelope from all others of its sender to one destination.
 
     Attributes:
-        sealed_ms: when it was sealed, by the DHT's clock, in milliseconds since 1970.
-        number: one more than that of the previous envelope. The first one after a start is the time
+        sealed_ms: time of sealing by the DHT's clock, in milliseconds since 1970.
+        number: number of the previous envelope plus one. The first number after a start is the time
             in microseconds, so that numbers of a later start are higher.
     """
 
@@ -108,7 +108,7 @@ class Stamp:
 
 @dataclass
 class Window:
-    """Numbers of one sender's envelopes that were seen, and the time of the latest one."""
+    """The numbers seen in one sender's envelopes, and the time of the latest envelope."""
 
     newest: int = 0
     seen: int = 0
@@ -116,12 +116,11 @@ class Window:
     sealed_ms: int = 0
 
     def takes(self, stamp: Stamp, now_ms: int) -> bool:
-        """Whether a fresh envelope is new; it then counts as seen.
+        """Whether a fresh envelope is new; marks it as seen.
 
-        An envelope whose number is too far behind the newest is refused, as are all envelopes from
-        before the sender's latest start. Once all seen envelopes are too old to count, their
-        numbers are dropped. So a peer that has set its clock back between two starts is accepted
-        again.
+        An envelope whose number is too far behind the newest is refused, and so are all envelopes
+        from before the sender's latest start. Once all seen envelopes have expired, their numbers
+        are dropped. So a peer that set its clock back between two starts is accepted again.
         """
         if self.sealed_ms < now_ms - FRESH_MS:
             self.newest = self.seen = 0
@@ -139,7 +138,7 @@ class Window:
 class RelayedMessages:
     """Envelopes that one peer has sealed and received; times are by the DHT's clock.
 
-    All this ends with the process: after a restart an envelope counts again while it is fresh.
+    This state ends with the process, so after a restart a fresh envelope is accepted again.
     """
 
     def __init__(self) -> None:
@@ -148,7 +147,7 @@ class RelayedMessages:
         self._windows: dict[str, Window] = {}
 
     def stamped(self, destination: str, content: bytes, now_s: float) -> bytes:
-        """Bytes to seal: 16 that no other envelope to this destination has, then `content`."""
+        """The bytes to seal: 16 bytes that are unique for this destination, then `content`."""
         numbers = recalled(self._numbers, destination, lambda: count(int(now_s * 1e6)), MAX_PEERS)
         return _STAMP.pack(int(now_s * 1e3), next(numbers)) + content
 
@@ -156,8 +155,8 @@ class RelayedMessages:
         """Notes an envelope that has arrived for this peer.
 
         Args:
-            source: its signer; to be verified before.
-            stamp: the envelope's.
+            source: signer of the envelope. The signature must be verified before.
+            stamp: stamp of the envelope.
             now_s: seconds since 1970.
 
         Raises:

@@ -1,9 +1,9 @@
-"""Streams that others have opened to this peer; those that wait for their peer make room.
+"""Streams that others have opened to this peer; waiting ones are ended to make room.
 
 A stream is charged to its peer's account only while it is answered. Between two requests it is
 *idle* and free. In each group (members, trainees, strangers), as many streams may be idle as may be
-served. One idle stream more ends the longest idle one of the network that has most. A stream whose
-peer takes nothing of its answer also gives way, after a while, to a stream with a request.
+served. A further idle stream ends the longest idle one of the network with most. After a while, a
+stream whose peer takes nothing of its answer is also ended for a stream with a request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from swarm.errors import TooCostly
 from swarm.network.wire.ledger import Cost, Held, Ledger
 
 STALLED_S = 5.0
-"""A peer that takes nothing of its answer for this long may lose its place; it may ask again."""
+"""A peer that takes nothing of its answer for this long may lose the stream; it may ask again."""
 
 
 @dataclass(eq=False)
@@ -28,9 +28,9 @@ class ServedStream:
     """One served stream.
 
     Attributes:
-        source: its peer.
-        waits_since_s: since when it has waited for its peer, to ask or to take bytes; None while
-            its peer waits for us.
+        source: the peer that opened the stream.
+        waits_since_s: since when the stream waits for its peer to ask or to take bytes; None while
+            the peer waits for this side.
     """
 
     source: str
@@ -40,7 +40,7 @@ class ServedStream:
     _made_room: bool = False
 
     def require_open(self) -> None:
-        """Raises ConnectionError if it was ended."""
+        """Raises ConnectionError if the stream was ended."""
         if self._made_room:
             raise ConnectionError("it made room for another stream")
 
@@ -53,7 +53,7 @@ class ServedStream:
 
 
 class ServedStreams:
-    """See the module; in one event loop."""
+    """All served streams, see the module; used in one event loop."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class ServedStreams:
             ledger: the node's; knows the members, and limits the streams of each peer.
             cost: the kind of cost as which a stream is charged.
             stalled_s: how long an answered stream may wait for its peer.
-            clock: in seconds, never goes back.
+            clock: clock in seconds, never goes back.
         """
         self._ledger, self._cost = ledger, cost
         self._stalled_s, self._clock = stalled_s, clock
@@ -109,14 +109,14 @@ class ServedStreams:
             self._end_one([one for one in self._idle if self._is_like(one, stream)], most)
 
     def begin(self, stream: ServedStream, most: float) -> None:
-        """A request has arrived on the stream, which is charged to its peer until it rests.
+        """Called when a request has arrived; charges the stream to its peer until `rest`.
 
         Args:
-            stream: with the request.
+            stream: the stream on which the request arrived.
             most: limit of streams that are answered at a time.
 
         Raises:
-            TooCostly: too many are being answered, and none gives way.
+            TooCostly: too many streams are being answered, and none can be ended.
             ConnectionError: the stream was ended before the request was read.
         """
         stream.require_open()
@@ -144,7 +144,7 @@ class ServedStreams:
             stream._held = None
 
     def _makes_room(self, stream: ServedStream, account: str) -> bool:
-        """Ends a stream that has waited long for its peer, of those on the exhausted account."""
+        """Ends a stream of the exhausted account that has waited long for its peer."""
         now_s, network = self._clock(), self._ledger.network_of(stream.source)
         stalled = [
             one
@@ -155,14 +155,14 @@ class ServedStreams:
             stalled = [one for one in stalled if self._network(one) == network]
         elif account in ("strangers", "trainees", "members"):
             stalled = [one for one in stalled if self._is_like(one, stream)]
-        elif account == "cap":  # a member's own link may be as slow
+        elif account == "cap":  # a member's link may be that slow
             stalled = [one for one in stalled if not self._ledger.is_member(one.source)]
-        else:  # its own account: the peer may end one itself
+        else:  # the peer's own account: it may end a stream itself
             return False
         return self._end_one(sorted(stalled, key=lambda one: one.waits_since_s or 0.0), 0)
 
     def _end_one(self, streams: list[ServedStream], most: float) -> bool:
-        """Ends a stream if there are more than `most`: the first of the network that has most."""
+        """If there are more than `most` streams, ends the first of the network with most."""
         if len(streams) <= most:
             return False
         counts = Counter(map(self._network, streams))
@@ -176,6 +176,6 @@ class ServedStreams:
         return self._ledger.network_of(stream.source)
 
     def _is_like(self, one: ServedStream, other: ServedStream) -> bool:
-        """Whether two streams draw from the limits of the same group."""
+        """Whether two streams have the limits of the same group."""
         standing = self._ledger.standing_of
         return standing(one.source) == standing(other.source)

@@ -1,11 +1,11 @@
 """The DHT's clock: steady, follows the wall clock's small corrections, and ignores its jumps.
 
-Records expire by wall time everywhere, and hivemind reads the wall clock each time. After a jump of
-minutes, a peer would treat all records of others as expired, or others would treat its own so. But
-a machine's own count of time drifts by up to 100 ppm (36 s a week at 60 ppm), and peers' clocks may
-differ by 3 s at most. So this clock runs slightly faster or slower until it has the right time.
-The right time is the wall clock's while that moves only in small steps, and otherwise the time of
-the other members.
+Records expire by wall time, and hivemind reads the wall clock each time. After a jump of minutes, a
+peer would treat all records of others as expired, or others would treat its records so. A machine's
+own count of time is no substitute: it drifts by up to 100 ppm (36 s a week at 60 ppm), and peers'
+clocks may differ by at most 3 s. So this clock runs slightly faster or slower until it has the
+right time. That is the wall clock's time while the wall clock moves only in small steps, and
+otherwise the time of the other members.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ logger = logging.getLogger(__name__)
 LIMIT_S = float(timed_storage.MAX_DHT_TIME_DISCREPANCY_SECONDS)
 """Limit of the difference between the clocks of two peers."""
 JUMP_S = 2.0
-"""A wall clock that moves by this much between two looks has jumped; smaller steps fix drift."""
+"""A wall clock that moved by this much between two looks has jumped; smaller steps correct
+drift."""
 NEAR_S = 1.0
 """Clocks that differ by less count as the same."""
 SLEW = 500e-6
-"""Seconds per second that this clock gains or loses while it follows: more than any drift."""
+"""Seconds per second by which this clock moves to its goal; more than any drift."""
 FAST_SLEW = 0.1
-"""The same after a jump of the wall clock, if another member has the wall clock's new time."""
+"""In place of `SLEW` after a jump of the wall clock to a time that another member has."""
 HIVEMIND = (timed_storage, protocol, routing, node)
-"""hivemind's modules that read the time; each holds the function as `get_dht_time`."""
+"""hivemind's modules that read the time; each has the function as `get_dht_time`."""
 
 _lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class _Offset:
-    """This clock less the machine's count of time; moves evenly from one value to another."""
+    """This clock minus the machine's count of time; changes evenly from one value to another."""
 
     begin_s: float
     value_s: float
@@ -48,7 +49,7 @@ class _Offset:
     slew: float = SLEW
 
     def at(self, passed_s: float) -> float:
-        """The offset after this much time; never so steep that the clock goes back."""
+        """The offset after `passed_s`. It never falls so fast that the clock goes back."""
         most_s = self.slew * max(passed_s - self.begin_s, 0.0)
         return self.value_s + min(max(self.goal_s - self.value_s, -most_s), most_s)
 
@@ -58,9 +59,9 @@ class Comparison:
     """The result of a comparison with other members.
 
     Attributes:
-        ahead_s: how far their clocks are ahead of this one, which is the new goal; None keeps the
+        ahead_s: how far the others' clocks are ahead of this clock, as the new goal. None keeps the
             goal.
-        by_wall: whether this machine's wall clock has their time.
+        by_wall: whether the new goal is the time of this machine's wall clock.
     """
 
     ahead_s: float | None
@@ -70,14 +71,15 @@ class Comparison:
 def compared(told: Sequence[float], wall_ahead_s: float, *, has_jumped: bool) -> Comparison:
     """The correction that follows from the other members' times; pure.
 
-    If one member has this clock's time, this clock stays. Otherwise, after a jump of the wall
-    clock, the wall clock counts if one member has its time. Otherwise the others count if they
-    agree. In a run of two peers, each moves half the way, or they would swap their times.
+    If any member has this clock's time, this clock does not change. Otherwise, after a jump of the
+    wall clock, this clock follows the wall clock if any member has the wall clock's time. Otherwise
+    it follows the others' time if they agree. In a run of two peers, each clock moves half the way,
+    because otherwise the two would exchange their times.
 
     Args:
         told: seconds by which the clock of each member that answered is ahead of this one.
-        wall_ahead_s: the same of this machine's wall clock.
-        has_jumped: whether the wall clock has jumped, and is not followed since.
+        wall_ahead_s: seconds by which this machine's wall clock is ahead of this clock.
+        has_jumped: whether this clock has not followed the wall clock since a jump.
     """
     if not told or min(map(abs, told)) <= NEAR_S:
         return Comparison(None)
@@ -119,14 +121,14 @@ class SteadyClock:
         return passed + self._offset.at(passed)
 
     def look(self) -> float:
-        """How far the wall clock is ahead of this one; to be called every few seconds.
+        """How far the wall clock is ahead of this clock; must be called every few seconds.
 
-        Small steps of the wall clock correct this machine's count of time, and are followed. A
+        Small steps of the wall clock, which correct this machine's count of time, are followed. A
         jump is logged with its size, and not followed.
         """
         with self._guard:
             begin_s, wall_s, passed = self._passed(), self._wall(), self._passed()
-            if passed - begin_s > NEAR_S:  # this thread was delayed in between
+            if passed - begin_s > NEAR_S:  # this thread was delayed between the reads
                 return self._seen_s - self._offset.at(passed)
             wall_s -= passed
             step_s, self._seen_s = wall_s - self._seen_s, wall_s
@@ -144,7 +146,7 @@ class SteadyClock:
             return wall_s - self._offset.at(passed)
 
     def compare(self, told: Sequence[float]) -> Comparison:
-        """Follows the times of other members, see `compared`; logs a change of the goal.
+        """Follows the times of other members; see `compared`. Logs a change of the goal.
 
         Args:
             told: seconds by which the clock of each that answered is ahead of this one.

@@ -25,7 +25,7 @@ Serve = Callable[[Traffic, str, asyncio.StreamReader, asyncio.StreamWriter], Awa
 _MAX_RESPONSE_BYTES = 65_536
 _PART_BYTES = 256 * 1024
 PROGRESS_BYTES = 64 * 1024
-"""Bytes that must arrive within one progress deadline: a byte now and then is no progress."""
+"""Bytes that must arrive within one progress deadline, so that single bytes are no progress."""
 
 
 def stream_handler(
@@ -121,16 +121,16 @@ def receive_blocking(
 ) -> None:
     """Fills a large buffer, in a thread of its own; `shutdown` of the socket ends it early.
 
-    The daemon delivers bytes in small portions. Waiting for them in the kernel costs a fraction
-    of waking the loop for each, and leaves Python's lock to the trainer.
+    The daemon delivers bytes in small portions. Waiting for portions in the kernel costs a fraction
+    of waking the loop for each portion, and leaves Python's lock to the trainer.
 
     Args:
         connection: the stream.
         view: the buffer.
         progress_s: `PROGRESS_BYTES` must arrive within this time.
         arrived: called for each portion.
-        turn: waits until a portion of at most this many bytes may be read; returns its size. That
-            time is not counted against the other side.
+        turn: waits until a portion of at most this many bytes may be read; returns its size. This
+            wait does not count as the other side's delay.
 
     Raises:
         TimeoutError: fewer than `PROGRESS_BYTES` arrived within `progress_s`.
@@ -177,7 +177,7 @@ def _varint(number: int) -> bytes:
 
 
 async def _read_varint(connection: socket.socket) -> int:
-    """Reads byte by byte, since the following bytes belong to the stream."""
+    """Reads byte by byte, since the bytes after the number belong to the stream."""
     number, byte = 0, bytearray(1)
     for group in range(5):
         await receive_into(connection, memoryview(byte))
@@ -197,7 +197,7 @@ class Handlers:
 
     Attributes:
         on_message: gets the payload, and the sender's peer id as libp2p or a signature proved it.
-        on_request: the same, and returns the answer, at most 1 MB.
+        on_request: gets the same, and returns the answer, at most 1 MB.
         streams: handlers of the bulk protocols.
         ledger: limits the cost of other peers; the caller sets its members.
     """

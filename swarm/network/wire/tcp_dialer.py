@@ -1,4 +1,4 @@
-"""Streams over TCP connections that this peer opens without libp2p's daemon, and their pool."""
+"""Streams over TCP connections that this peer opens without libp2p's daemon; their pool."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 
 KEPT_S = 20.0
-"""Limit for an idle stream: the other side ends it after a minute."""
+"""How long an idle stream is kept; the other side ends it after a minute."""
 MOST_OF_A_PEER = 2
 MOST = 32
-"""Limit of the pool. If each of N peers fetches from all, each also has as many idle streams that
-others opened, on average, and those are limited (`served_streams.py`)."""
+"""Most streams in the pool. If each of N peers fetches from all, each also has, on average, as many
+idle streams that others opened, and those are limited (`served_streams.py`)."""
 
 
 class _Kept(NamedTuple):
@@ -44,7 +44,7 @@ class _Kept(NamedTuple):
 
 
 class StreamPool:
-    """Idle streams, the newest of a peer first; in one event loop."""
+    """Idle streams; a peer's newest is used first. For one event loop."""
 
     def __init__(self) -> None:
         """Has none."""
@@ -55,7 +55,7 @@ class StreamPool:
         return len(self._streams)
 
     def keep(self, peer_id: str, protocol: str, connection: socket.socket) -> None:
-        """Keeps a stream on which no answer is due; ends it if it is not used in time."""
+        """Keeps a stream on which no answer is due. Ends the stream if it is not taken in time."""
         connection.setblocking(False)  # a thread may have read from it
         kept, same = _Kept(peer_id, protocol, connection), self._of(peer_id, protocol)
         if len(same) == MOST_OF_A_PEER:
@@ -75,7 +75,7 @@ class StreamPool:
         return None
 
     def drop(self, peer_id: str) -> None:
-        """Ends the streams of a peer: if one failed, likely all have."""
+        """Ends the streams of a peer; if one failed, probably all have."""
         for kept in [each for each in self._streams if each.peer_id == peer_id]:
             self._end(kept)
 
@@ -104,26 +104,26 @@ def _is_open(connection: socket.socket) -> bool:
 
 
 OPEN_S = 4.0
-"""Limit for opening a stream; after it libp2p is used, whose connection is open already."""
+"""Limit for opening a stream; after that libp2p, whose connection is open, is used."""
 DIAL_S = 2.5
-"""The part of `OPEN_S` for dialing, three round trips; the rest is for being called back."""
+"""The part of `OPEN_S` for dialing (three round trips); the rest is for a call back."""
 UNACKED_S = 3.0
-"""If a request is not even acknowledged for this long, though sent several times, the link is cut.
-A stream of libp2p shows that after `FIRST_ANSWER_S`, by the missing answer."""
+"""If a request, sent several times, is not acknowledged for this long, the link counts as cut. On a
+stream of libp2p, only the missing answer after `FIRST_ANSWER_S` shows that."""
 LOOK_S = 15.0
-"""Limit of the search for a direct route, which may outlast the opening of a stream. libp2p takes
-five round trips to connect, and on full links each takes half a second or more."""
+"""Limit of the search for a direct route, which may continue after a stream was opened without it.
+libp2p takes five round trips to connect, and on full links each takes half a second or more."""
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0
 """Longest pause between searches for a direct route; the pause doubles after each failure."""
 MAX_WAYS = 1024
-"""Limit of known routes; the least recently used are dropped: a new search takes a round trip."""
+"""Most known routes. The least recently used are dropped; a new search takes a round trip."""
 _PORT = "swarm.direct"
 _CALL = "swarm.call"
 _PORT_FORM = struct.Struct(">H")
 _TOKEN_BYTES = 16
 _NO = b"\x00"
-"""The answer to a stranger that asks to be called; members get the call instead."""
+"""The answer to a stranger that asks for a call; members are called."""
 _FAILURES = (TimeoutError, OSError, Unreachable, BadMessage, NetworkDown)
 
 
@@ -133,7 +133,7 @@ class _Way:
 
     host: str = ""
     port: int = 0
-    """Port of the peer's listener; 0 if the peer is asked to call back."""
+    """Port of the peer's listener; 0 if the peer has to call back."""
     is_known: bool = False
     search: asyncio.Task[None] | None = None
     failures: int = 0
@@ -149,7 +149,7 @@ class _Way:
 
 
 class TcpDialer:
-    """The asking side, and the answers to other peers' questions about direct connections.
+    """The asking side, with the answers to other peers' questions about direct connections.
 
     Attributes:
         door: accepts connections of others, including those that this peer asked for.
@@ -159,7 +159,7 @@ class TcpDialer:
     def __init__(
         self, identity: Identity, control: Control, p2p: Callable[[], P2P], door: TcpListener
     ) -> None:
-        """Knows no route yet.
+        """Begins without known routes.
 
         Args:
             identity: signs envelopes.
@@ -179,7 +179,7 @@ class TcpDialer:
     async def open_stream(self, peer_id: str, protocol: str, timeout_s: float) -> socket.socket:
         """A non-blocking socket to a peer's handler of a bulk protocol.
 
-        If `timeout_s` leaves no time to wait, an unknown route is searched in the background.
+        If `timeout_s` is too short to wait, an unknown route is searched in the background.
 
         Raises:
             NoRoute: there is no direct route, or none within `OPEN_S`.
@@ -195,7 +195,7 @@ class TcpDialer:
                     await self._looked_for(way, peer_id)
                 connection = impatient(await self._open(way, peer_id, protocol))
         except _FAILURES as error:
-            if way.is_known:  # else the search still runs, or pauses
+            if way.is_known:  # otherwise the search still runs, or pauses
                 self._failed(way, peer_id, error)
             raise NoRoute(f"{peer_id}: {error}") from error
         way.failures = 0
@@ -207,14 +207,14 @@ class TcpDialer:
         await self.door.close()
 
     def distrust(self, peer_id: str, *, for_good: bool) -> bool:
-        """Drops a route on which wrong bytes arrived; False if there was none.
+        """Drops a route on which wrong bytes arrived; False if there was no route.
 
-        Somebody on the path may have changed them, so they prove nothing about the peer.
+        The bytes may have been changed on the path, so they prove nothing about the peer.
 
         Args:
-            peer_id: the peer at its other end.
-            for_good: whether the route is never searched again. False pauses as after a failure, if
-                the expected value may have been wrong.
+            peer_id: id of the peer at the route's other end.
+            for_good: whether the route is never searched again. False only pauses, as after a
+                failure, because the expected value may have been wrong.
         """
         self.kept.drop(peer_id)
         way = self._ways.get(peer_id)
@@ -226,7 +226,7 @@ class TcpDialer:
         return True
 
     def doubt(self, peer_id: str) -> None:
-        """Notes that a route may be cut: it is not used until the peer has named its port again."""
+        """Notes that a route may be cut. It is unused until the peer names its port again."""
         self.kept.drop(peer_id)
         if way := self._ways.get(peer_id):
             way.is_known = False
@@ -262,7 +262,7 @@ class TcpDialer:
             way.is_known = True
         except _FAILURES as error:
             self._failed(way, peer_id, error)
-        except Exception:  # a fault here; without a pause it would repeat
+        except Exception:  # a fault of this peer; without a pause it would repeat
             logger.exception("a way to %s could not be looked for", peer_id)
             way.failed(time.monotonic())
         finally:
@@ -306,7 +306,7 @@ class TcpDialer:
         """The host at which libp2p is connected to a peer.
 
         Raises:
-            NoRoute: it is not connected, or only through others.
+            NoRoute: the peer is not connected, or only through others.
         """
         try:
             address = await seen_at(self._p2p(), peer_id)
@@ -322,7 +322,7 @@ class TcpDialer:
         return _PORT_FORM.pack(self.door.port)
 
     async def _on_call(self, source: str, ask: bytes) -> bytes:
-        """Dials a member at its own host, and serves it on that connection."""
+        """Dials a member at the member's host, and serves it on that connection."""
         if len(ask) <= _PORT_FORM.size + _TOKEN_BYTES:
             raise BadMessage("direct_call", "no port, token and protocol")
         (port,), token = _PORT_FORM.unpack_from(ask), ask[_PORT_FORM.size :][:_TOKEN_BYTES]
@@ -348,7 +348,7 @@ class TcpDialer:
 
 
 def impatient(connection: socket.socket) -> socket.socket:
-    """The same socket, which raises TimeoutError once the link proves to be cut."""
+    """Returns the same socket, changed to raise TimeoutError once the link proves to be cut."""
     with suppress(OSError, AttributeError):  # only Linux has it
         limit_ms = int(1e3 * UNACKED_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)

@@ -35,8 +35,8 @@ class Introduced:
     """A dialing peer that has proved its identity; `confirm` proves this peer's identity to it.
 
     Attributes:
-        peer_id: of the dialing peer.
-        purpose: of the connection.
+        peer_id: id of the dialing peer.
+        purpose: purpose of the connection.
     """
 
     peer_id: str
@@ -44,7 +44,7 @@ class Introduced:
     letter: bytes
 
     async def confirm(self, connection: socket.socket, identity: Identity) -> None:
-        """Proves the accepting side's identity; the following bytes belong to the stream."""
+        """Proves the accepting side's identity; all later bytes belong to the stream."""
         await _send(connection, seal(identity, EnvelopeKind.ANSWER, digest_of(self.letter), b""))
 
 
@@ -100,23 +100,23 @@ async def _receive(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 ADMIT_S = 5.0
-"""A connection whose peer has not proved its identity by then is closed."""
+"""Limit for the proof of a dialing peer's identity; after that the connection is closed."""
 BACKLOG = 128
 PAUSE_S = 0.1
 """Pause after a connection that could not be accepted."""
 MOST = 512
-"""Limit of connections at a time; the ledger limits each peer, and each network, far lower."""
+"""Most connections at a time; the ledger's limits of each peer and network are far lower."""
 UNSENT_BYTES = 128 * 1024
-"""Limit of bytes that the kernel takes beyond those in flight: more would only wait there."""
+"""Most bytes that the kernel takes beyond those in flight, since more would only wait there."""
 CALLED = "called"
-"""Purpose of a connection that its accepting side has asked for."""
+"""Purpose of a connection for which the accepting side has asked."""
 
 
 class TcpListener:
     """Connections that others open to this peer; all in the node's loop.
 
     Attributes:
-        port: where it listens; 0 if it does not.
+        port: port where this peer listens. 0 if it does not listen.
         streams: handlers of the bulk protocols.
         tasks: connections that are being served.
     """
@@ -129,13 +129,14 @@ class TcpListener:
         self._identity, self._traffic, self._ledger = identity, traffic, ledger
         self._listening: list[socket.socket] = []
         self._expected: dict[str, tuple[str, asyncio.Future[socket.socket]]] = {}
-        """Token of a call -> the peer that is to call, and the future that waits for it."""
+        """By token of a requested call: the peer that will call, and the future of its
+        connection."""
 
     def open(self, hosts: Sequence[str], port: int) -> None:
         """Starts listening on hosts (IPv4 or IPv6 numbers), at one port; 0 takes a free one.
 
         Raises:
-            NetworkDown: another program has the port; then it does not listen.
+            NetworkDown: another program has the port, so this peer does not listen.
         """
         opened: list[socket.socket] = []
         for host in dict.fromkeys(hosts):
@@ -166,7 +167,7 @@ class TcpListener:
 
     @contextmanager
     def expecting(self, token: str, peer_id: str) -> Iterator[asyncio.Future[socket.socket]]:
-        """Waits for a connection that this peer has asked another peer to open."""
+        """Surrounds the wait for a connection that another peer was asked to open."""
         expected = asyncio.get_running_loop().create_future()
         self._expected[token] = peer_id, expected
         try:
@@ -222,10 +223,10 @@ class TcpListener:
                 connection.close()
 
     async def _introduced(self, connection: socket.socket, host: str) -> Introduced:
-        """The dialing peer. Until it is known, the connection is charged to its network.
+        """The dialing peer. Until its identity is proved, its network is charged.
 
         A connection from the host of a member is charged to that member, so that strangers cannot
-        keep a member out.
+        exclude a member.
         """
         version = "ip6" if ":" in host else "ip4"
         address = f"/{version}/{host}/tcp/0"
@@ -253,7 +254,7 @@ class TcpListener:
 
 
 def port_beside(network: NetworkSection) -> int:
-    """The port after libp2p's first configured one, so that people can open both beforehand.
+    """The port after libp2p's first configured port, so that people can open both beforehand.
 
     Returns 0, which stands for any port, if libp2p has no configured port.
     """
@@ -263,7 +264,7 @@ def port_beside(network: NetworkSection) -> int:
 
 
 def tuned(connection: socket.socket) -> socket.socket:
-    """The same socket, non-blocking, with little unsent data in the kernel."""
+    """Returns the same socket, now non-blocking and with little unsent data in the kernel."""
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with suppress(OSError, AttributeError):

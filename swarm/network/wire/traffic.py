@@ -1,4 +1,4 @@
-"""Bytes that a node sends, receives and refuses: counters, and token buckets that cap both ways."""
+"""Counts the bytes that a node sends, receives and refuses; token buckets cap both directions."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from swarm.network.wire.upload_rate import LineBytes, UploadRate
 from swarm.protocol.timing.pace import Arrivals
 
 BURST_S = 0.15
-"""Seconds of the cap that may move at once after an idle time or a late wake-up. Over t seconds a
-cap is exceeded by at most BURST_S / t: 0.3 % over a minute. A router that queues a quarter of a
-second drops larger bursts, and TCP is then slower than the cap for seconds.
+"""How many seconds of the cap may move at once after an idle time or a late wake-up. Over t seconds
+the cap is exceeded by at most BURST_S / t, so by 0.3 % over a minute. A router with a queue of a
+quarter of a second drops larger bursts, and TCP is then slower than the cap for seconds.
 """
 ROOM_S = 0.1
 PART_S = 0.05
-"""Seconds of the cap that move at a time; few, since routers drop large bursts."""
+"""How many seconds of the cap move at a time; little, since routers drop large bursts."""
 LARGEST_PART_BYTES = 64 * 1024
-"""Largest part of a capped transfer, which the other side counts as progress. So no stream waits
-for the parts of all others for longer than its deadline allows."""
+"""Largest part of a capped transfer. The other side counts such a part as progress, so no stream
+exceeds its deadline while it waits for the parts of all others."""
 SMALLEST_PART_BYTES = 4096
 PROGRESS_BYTES_PER_S = LARGEST_PART_BYTES / 7.5
-"""Rate for each stream, twice what a receiver demands as progress; more streams would starve."""
+"""Least rate of each stream: twice what a receiver requires as progress. It limits their number."""
 
 
 class Bucket:
@@ -37,20 +37,20 @@ class Bucket:
         """Starts full.
 
         Args:
-            bytes_per_s: its rate.
-            burst_s: its size, in seconds of that rate.
+            bytes_per_s: rate of the bucket.
+            burst_s: size of the bucket, in seconds of this rate.
         """
         self._bytes_per_s, self._burst_s = bytes_per_s, burst_s
         self._paid_s = -inf
 
     def idle_s(self, now_s: float) -> float:
-        """How long new tokens have been unused; below 0 while some are owed."""
+        """How long tokens have been unused; below 0 while some are owed."""
         return now_s - self._paid_s
 
     def take(self, now_s: float, num_bytes: int) -> float:
         """Takes tokens at once, even on credit; returns the seconds until the debt is paid.
 
-        A later call waits longer, so takers have their turns in the order of their calls.
+        A later call waits longer, so calls have their turns in order.
 
         Args:
             now_s: the time of the call; never decreases.
@@ -64,7 +64,7 @@ class Throttle:
     """Caps one direction of this machine's link; its methods may run in any thread.
 
     Attributes:
-        mbit: the cap in Mbit/s; None for none, so that nobody waits.
+        mbit: the cap in Mbit/s; None for no cap.
         bytes_per_s: the same cap; inf for none.
     """
 
@@ -83,9 +83,9 @@ class Throttle:
 
     @property
     def has_room(self) -> bool:
-        """Whether a cap has stayed partly unused for longer than the pause between two parts.
+        """Whether part of a cap was unused for longer than the pause between two parts.
 
-        False too without a cap, since the link's rate is not known then.
+        Also False without a cap, since then the link's rate is not known.
         """
         with self._lock:
             return self._bucket is not None and self._bucket.idle_s(self._clock()) >= ROOM_S
@@ -99,11 +99,11 @@ class Throttle:
 
     @property
     def most_streams(self) -> float:
-        """Most simultaneous streams at which each is fast enough for the peer that waits for it."""
+        """Most simultaneous streams with which each is fast enough for its receiver."""
         return max(2, self.bytes_per_s // PROGRESS_BYTES_PER_S) if self.mbit else inf
 
     def count(self, num_bytes: int) -> float:
-        """Counts bytes that move at once; returns how long others would have waited, in s."""
+        """Counts bytes that move without a wait; returns the seconds that others would wait."""
         with self._lock:
             return self._bucket.take(self._clock(), num_bytes) if self._bucket else 0.0
 
@@ -113,13 +113,13 @@ class Throttle:
             await asyncio.sleep(wait_s)
 
     def wait_in_thread(self, num_bytes: int, stop: threading.Event) -> None:
-        """The same in a thread; returns at once when `stop` is set."""
+        """Like `wait`, in a thread; returns at once when `stop` is set."""
         if wait_s := self.count(num_bytes):
             stop.wait(wait_s)
 
 
 class Arriving:
-    """Arrival of bytes of blobs, over all streams together; from any thread."""
+    """Arrival of bytes of blobs, over all streams together; any thread may call."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Has counted nothing; `clock` is in seconds."""
@@ -149,19 +149,20 @@ class Arriving:
 class Traffic:
     """Counters since the node started; the DHT's own traffic is in `dht_bytes` alone.
 
-    `line` is the count of a provider. The other counters show the purpose of bytes, each counted
-    where they are used. Bytes that measure this peer's link are in none of them.
+    `line` counts like a provider. The other counters show the purpose of bytes. Bytes that measure
+    this peer's link are in none of these.
 
     Attributes:
         control_messages_sent: calls of `post` and `request`, answers not counted.
-        control_messages_received: the same, from others.
+        control_messages_received: such calls from others.
         control_bytes_sent: payloads of messages, requests and answers, asks and heads of the bulk
             path, and blobs that belong to messages.
-        control_bytes_received: the same, from others.
-        blob_bytes_sent: contents of all other blobs except moments.
-        blob_bytes_received: contents of blobs, those refused later and those of messages included.
-        measuring_bytes_sent: to others that measure their links.
-        relayed_bytes: passed on between two other peers; in no other counter.
+        control_bytes_received: such bytes from others.
+        blob_bytes_sent: contents of all other blobs, except moments.
+        blob_bytes_received: contents of blobs, including blobs of messages and blobs that are
+            refused later.
+        measuring_bytes_sent: bytes sent to others that measure their links.
+        relayed_bytes: bytes relayed between two other peers; in no other counter.
         moments_bytes_sent: contents of moments blobs, which are in no other figure.
         moments_bytes_received: contents of moments blobs that were complete and valid; they are
             in `blob_bytes_received` too.
@@ -194,7 +195,7 @@ class Traffic:
 
     @classmethod
     def of(cls, network: NetworkSection) -> Traffic:
-        """Has moved nothing yet; the caps are those that the person has set."""
+        """Counters at zero, with the caps that the person has set."""
         up, down = Throttle(network.max_upload_mbit), Throttle(network.max_download_mbit)
         return cls(up=up, down=down)
 

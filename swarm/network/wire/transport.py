@@ -1,4 +1,4 @@
-"""Sends messages, questions and streams to a peer: directly, or through a peer that both dialed."""
+"""Sends messages, questions and streams to a peer, directly or through a peer that both dialed."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 MAX_PEERS = 1024
 RELAYS_PER_TRY = 3
 DIRECT_AGAIN_S = 30.0
-"""A peer that was reached through relays is dialed again after this, and then less and less often.
-A dial to a closed port, or a message over a cut link, takes seconds to fail."""
+"""A peer that was reached through relays is dialed again after this long, then less and less often,
+since a dial to a closed port, or a message over a cut link, takes seconds to fail."""
 LONGEST_AGAIN_S = 900.0
 REST_S = 10.0
 LONGEST_REST_S = 120.0
@@ -46,8 +46,8 @@ class Route:
 
     Attributes:
         straight: whether the first try is without a relay.
-        relays: peers to ask then, one after another.
-        reason: for this choice.
+        relays: peers to ask after that, one by one.
+        reason: reason for this choice.
     """
 
     straight: bool
@@ -60,13 +60,14 @@ class _Known:
     failed_s: float | None = None
     """Time of the last failed dial; None once a dial worked."""
     failures: int = 0
-    """Failures in a row, those within `DIRECT_AGAIN_S` counted once."""
+    """Failures in a row; those within `DIRECT_AGAIN_S` count once."""
     mute_s: float | None = None
-    """Time of its last missing answer; None once it answered without a relay."""
+    """Time of the peer's last missing answer; None once it has answered without a relay."""
     relay: str | None = None
-    """The relay that reached it last."""
+    """The relay that last reached the peer."""
     rests: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Relays that could not reach it: when to try each again, and its failures in a row."""
+    """For each relay that could not reach the peer: when to try it again, and its failures in a
+    row."""
 
 
 class Routes:
@@ -81,7 +82,7 @@ class Routes:
         """The route to try.
 
         Args:
-            peer: to reach.
+            peer: the peer to reach.
             relays: peers that listen and answered lately, in any order.
             now_s: the time.
             is_stream: whether to open a stream. libp2p opens streams without asking the other side,
@@ -98,7 +99,7 @@ class Routes:
         return Route(True, chosen, "straight first")
 
     def needs_relay(self, peer: str, now_s: float) -> bool:
-        """Whether the peer can be reached only through others, as far as is known."""
+        """Whether the peer can be reached only through others, as far as known."""
         known = self._peers.get(peer)
         if known is None or known.failed_s is None or known.relay is None:
             return False
@@ -106,7 +107,7 @@ class Routes:
         return now_s - known.failed_s < again_s
 
     def is_doubtful(self, peer: str, now_s: float) -> bool:
-        """Whether the link to the peer may be cut: it answered nothing a short while ago."""
+        """Whether the link to the peer may be cut, since it answered nothing a short while ago."""
         known = self._peers.get(peer)
         is_mute = known and known.mute_s is not None and now_s - known.mute_s < DIRECT_AGAIN_S
         return bool(is_mute) or self.needs_relay(peer, now_s)
@@ -156,7 +157,7 @@ Result = TypeVar("Result")
 
 
 class Transport:
-    """All routes from this peer to others; follows the plans of `Routes`, and reports outcomes.
+    """Sends on all routes to other peers; follows the plans of `Routes`, and reports outcomes.
 
     The coroutines raise the same errors as the methods of `Node` with the same names.
 
@@ -234,7 +235,7 @@ class Transport:
             await self.direct.close()
 
     def is_far(self, peer_id: str) -> bool:
-        """Whether a peer is only reached through others, so that its bytes travel twice."""
+        """Whether a peer is reached only through others, so that bytes to it are sent twice."""
         return self._routes.needs_relay(peer_id, time.monotonic())
 
     async def post(self, peer_id: str, payload: bytes, timeout_s: float) -> None:
@@ -260,7 +261,7 @@ class Transport:
         )
 
     async def open_stream(self, peer_id: str, protocol: str, timeout_s: float) -> socket.socket:
-        """See `Node.open_stream`; if the peer was silent, does not wait for a direct route."""
+        """See `Node.open_stream`. Does not wait for a direct route to a peer that was silent."""
         if self.direct:
             began_s = time.monotonic()
             is_doubtful = self._routes.is_doubtful(peer_id, began_s)
@@ -280,7 +281,7 @@ class Transport:
 
     def give_back(self, peer_id: str, protocol: str, connection: socket.socket) -> None:
         """See `Node.give_back`."""
-        if self.direct and connection.family != socket.AF_UNIX:  # libp2p's streams are free to open
+        if self.direct and connection.family != socket.AF_UNIX:  # libp2p opens streams at no cost
             self.direct.kept.keep(peer_id, protocol, connection)
         else:
             connection.close()

@@ -1,6 +1,6 @@
 """Counts the bytes of this machine's TCP connections, and how fast they are acknowledged.
 
-Read from `struct tcp_info` of linux/tcp.h, which Linux has since version 4.18.
+The source is `struct tcp_info` of linux/tcp.h, in Linux since version 4.18.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _LAYOUT = struct.Struct("=16xI48xI48xQQ8xII16xQQQI")
 
 
 class TcpInfo(NamedTuple):
-    """Figures of one connection since its beginning, in the order of the kernel's fields.
+    """Figures of a connection since its beginning, in the order of the kernel's fields.
 
     Attributes:
-        packet_bytes: of a full packet.
+        packet_bytes: bytes of a full packet.
         rtt_us: the smoothed round trip, in microseconds.
-        acked: bytes up to the first that the other side has not acknowledged.
+        acked: bytes before the first byte that the other side has not acknowledged.
         received: bytes that arrived in order.
         unsent: bytes that wait in this machine.
         least_rtt_us: the shortest recent round trip.
         busy_us: time with bytes in flight, or waiting to be sent.
         by_receiver_us: the part of `busy_us` in which the other side had no room.
         by_buffer_us: the part of `busy_us` in which this machine's buffer had no room.
-        delivered: packets that the other side has, including those after a missing one.
+        delivered: packets that the other side has, including packets after a missing packet.
     """
 
     packet_bytes: int
@@ -65,21 +65,21 @@ def tcp_info(connection: socket.socket) -> TcpInfo | None:
 
 
 class LineBytes:
-    """Counts bytes of both directions together, from any thread."""
+    """Counts bytes of both directions together; any thread may call."""
 
     def __init__(self) -> None:
         """Has counted nothing yet."""
-        self._lock = threading.RLock()  # garbage collection may close a connection at any time
+        self._lock = threading.RLock()  # reentrant: garbage collection may close a connection
         self._open: WeakSet[CountedSocket] = WeakSet()
         self._daemons: dict[int, int] = {}
-        """Process -> bytes that it had moved at the last look."""
+        """By process: the bytes that it had moved at the last look."""
         self._ended = 0
         """Bytes of connections and daemons that have ended."""
         self._is_known: bool | None = None
         """Whether the kernel counts all bytes; None before the first daemon."""
 
     def connection(self, raw: socket.socket) -> CountedSocket:
-        """Takes over a TCP connection, whose bytes count from its beginning."""
+        """Takes over a TCP connection and counts its bytes from its beginning."""
         counted = CountedSocket(self, raw)
         with self._lock:
             self._open.add(counted)
@@ -95,7 +95,7 @@ class LineBytes:
                 self._is_known = moved_by_process(pid) is not None
 
     def daemon_ends(self, pid: int) -> None:
-        """Reads a daemon's count a last time, before another process may get its number."""
+        """Reads a daemon's count a last time, before another process may get its pid."""
         with self._lock:
             if pid in self._daemons:
                 self._ended += max(self._daemons.pop(pid), moved_by_process(pid) or 0)
@@ -148,14 +148,15 @@ def _moved_on(connection: socket.socket) -> int:
 
 SAMPLE_S = 0.25
 WINDOW_S = 2.0
-"""In a shorter window a single burst of acknowledgements would count."""
+"""Length of a window. In a shorter one, a single burst of acknowledgements would decide the
+rate."""
 KEPT = 8
-"""Number of recent windows. The fast ones are nearest to the link's rate, since receivers may have
-limited the others. The upper quartile counts: one window may be wrong."""
+"""Number of recent windows. Fast windows are nearest to the link's rate, since receivers may have
+limited the others. The upper quartile is used, since a single window may be wrong."""
 ALONE_S = 3600.0
-"""A receiver counts as the only one if no other has received anything for this long."""
+"""A receiver counts as the only one if no other has received bytes for this long."""
 SHOWN_BY = 4
-"""Number of windows that show that a link has changed."""
+"""Least number of windows that show a change of the link."""
 
 
 @dataclass
@@ -173,11 +174,11 @@ class UploadRate:
         self._watched: dict[socket.socket, _Watched] = {}
         self._is_ticking = False
         self._began_s: float | None = None
-        """Since when some bytes were always unsent; None if there are none."""
+        """Since when there have always been unsent bytes; None if there are none now."""
         self._num_bytes = 0
         self._receivers: set[str] = set()
         self._rates, self._all = Recent(KEPT), Recent(KEPT)
-        """Rates of windows that count, and of all windows."""
+        """Rates of the windows that count, and rates of all windows."""
         self._last, self._others_s = "", -inf
         """The last receiver, and when any other receiver last got bytes."""
 
@@ -187,13 +188,13 @@ class UploadRate:
         return self.mbit_since(-inf)
 
     def mbit_since(self, since_s: float) -> float | None:
-        """The same, from windows after this time only."""
+        """The rate as in `mbit`, but only from windows after this time."""
         return self._rates.high(self._clock(), since_s)
 
     def shown_since(self, since_s: float) -> float | None:
         """Rate to all receivers since a time, in Mbit/s; None with fewer than `SHOWN_BY` windows.
 
-        The link may carry more: this is a reason to measure it.
+        The link may carry more, so a low rate is only a reason to measure the link.
         """
         now_s = self._clock()
         is_enough = len(self._all.of_late(now_s, since_s)) >= SHOWN_BY
@@ -201,7 +202,7 @@ class UploadRate:
 
     @contextmanager
     def watching(self, receiver: str, connection: socket.socket) -> Iterator[None]:
-        """Watches a connection while a peer is served on it; several at a time share the link."""
+        """Watches a connection while a peer is served on it; several connections share the link."""
         counters = tcp_info(connection)
         if counters is None:
             yield
@@ -218,7 +219,7 @@ class UploadRate:
     def _tick(self) -> None:
         try:
             self.sample()
-        finally:  # a fault of one sample, which the loop logs, must not end sampling
+        finally:  # an error of one sample, which the loop logs, must not end sampling
             self._is_ticking = bool(self._watched)
             if self._is_ticking:
                 asyncio.get_running_loop().call_later(SAMPLE_S, self._tick)
@@ -232,7 +233,7 @@ class UploadRate:
                 continue
             newly = counters.acked - watched.acked
             watched.acked, acked = counters.acked, acked + newly
-            if counters.unsent and newly:  # bytes for a lost receiver prove nothing
+            if counters.unsent and newly:  # unacknowledged bytes alone prove nothing
                 waiting.add(watched.receiver)
         if not waiting:
             self._began_s = None
@@ -250,7 +251,7 @@ class UploadRate:
             self._begin(now, waiting)
 
     def _are_all_there_are(self, now_s: float) -> bool:
-        """Whether a window has several receivers, or the only one that got bytes recently."""
+        """Whether a window has several receivers, or the only receiver of recent bytes."""
         if len(self._receivers) > 1:
             self._others_s = now_s
             return True
@@ -265,14 +266,14 @@ class UploadRate:
 
 LINE_SAMPLE_S = 0.05
 BOUND = 0.9
-"""Least share of the time in which the link is the limit. If the CPU is the limit, no bytes are in
-flight."""
+"""The link must be the limit for at least this share of the time. If the CPU is the limit, no bytes
+are in flight."""
 STEADY = 1.25
 """A rate that rises by more from one quarter of the time to the next is TCP's slow start."""
 QUEUED_S = 0.02
-"""On a full link, packets wait for longer than this at every moment."""
+"""On a full link, packets always wait for longer than this."""
 ALIKE = 1.15
-"""Two rates of one link differ by less; rates of busy receivers hardly ever do."""
+"""Two rates of one link differ by less than this factor; rates of busy receivers rarely do."""
 
 
 @dataclass(frozen=True)
@@ -281,8 +282,8 @@ class Sample:
 
     Attributes:
         at_s: time of the sample.
-        num_bytes: bytes that the other side has, including those after a missing packet.
-        bound_s: time with bytes in flight that only the link held up.
+        num_bytes: bytes that the other side has, including bytes after a missing packet.
+        bound_s: time in which bytes were in flight and only the link was the limit.
         queued_s: recent queueing time of packets.
     """
 
@@ -293,7 +294,7 @@ class Sample:
 
 
 def fill(connection: socket.socket) -> None:
-    """Makes a connection send until packets are lost; cubic may stop early, bbr leaves no queue."""
+    """Makes a connection send until packets are lost: cubic may stop early, bbr leaves no queue."""
     if sys.platform != "linux":
         return
     with suppress(OSError):
@@ -322,7 +323,7 @@ def sampled(connection: socket.socket) -> Iterator[list[Sample]]:
 
 
 def sample_of(connection: socket.socket) -> Sample | None:
-    """The kernel's current figures of a TCP connection; None if it has none."""
+    """The kernel's current figures of a TCP connection; None if the kernel has none."""
     info = tcp_info(connection)
     if info is None:
         return None
@@ -335,7 +336,7 @@ def sample_of(connection: socket.socket) -> Sample | None:
 
 
 def full_rate_mbit(samples: Sequence[Sample]) -> float | None:
-    """The rate of a full line in the second half of the time, in Mbit/s; None if it was not full.
+    """The rate of a full link in the second half of the time, in Mbit/s; None if not full.
 
     Args:
         samples: in their order, `SAMPLE_S` or so apart.

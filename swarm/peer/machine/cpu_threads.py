@@ -1,4 +1,4 @@
-"""CPU threads of this peer: how many torch uses, and a pool that works on several units at once."""
+"""CPU threads of this peer: how many torch uses, and a pool that works on units in parallel."""
 
 from __future__ import annotations
 
@@ -34,18 +34,19 @@ logger = logging.getLogger(__name__)
 GAIN = 0.9
 """More threads are used if a step then takes at most this share of the time with fewer."""
 GAIN_TO_STAY = 0.95
-"""The same limit for the number that is in use, so that noise does not flip the choice."""
+"""In place of `GAIN` for the number in use, so that noise does not change the choice."""
 BUSY_SHARE = 0.8
-"""A thread that gets less of a core than this shares the core with other programs."""
+"""If a thread gets less of a core than this, other programs use the core too."""
 PASSES = 5
 """Each number of threads is measured at most this often; the numbers take turns."""
 LEAST_BUDGET_S = 3.0
 BUDGET_OF_ROUND = 0.05
 """Measuring takes at most this share of a round's local steps, or `LEAST_BUDGET_S`."""
 SLOWER = 1.5
-"""Steps that take this many times as long, or as short, as at the choice are measured again."""
+"""The threads are measured again once steps take this many times as long, or as short, as at the
+last choice."""
 WINDOW = 8
-"""Number of steps whose median is compared."""
+"""Number of steps of which the median is compared."""
 REST_S = 180.0
 """Least time between two measurements."""
 
@@ -107,14 +108,14 @@ def choose(trials: Sequence[Trial], current: int | None = None) -> Choice:
 
 
 def choose_unmeasured(short: Trial, otherwise: int) -> Choice:
-    """The number of threads if there was only time for a short computation with one."""
+    """The number of threads if there was only time for a short computation with one thread."""
     if crowded := _crowded([short]):
         return Choice(1, crowded)
     return Choice(otherwise, "a step takes too long to be measured")
 
 
 def _crowded(trials: Sequence[Trial]) -> str | None:
-    """A sentence if one thread, by the median trial, shared its core with others."""
+    """A sentence if, in the median trial, one thread shared its core with other programs."""
     shares = [trial.cpu_s / trial.seconds for trial in trials if trial.threads == 1]
     if not shares or statistics.median(shares) >= BUSY_SHARE:
         return None
@@ -153,7 +154,7 @@ class StepWatch:
 
 
 SHORT_TOKENS = 64
-"""Length of the piece of one sequence that is computed where a micro-batch takes too long."""
+"""Length of the piece of a sequence that is computed if a micro-batch takes too long."""
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -170,13 +171,13 @@ def usable_cores(quota: Path = _QUOTA) -> int:
 def start_threads(compute: ComputeSection) -> None:
     """Sets the threads of the calling thread: the configured number, or all usable cores.
 
-    `OMP_NUM_THREADS` in the environment limits the latter: torch starts with it.
+    torch starts with `OMP_NUM_THREADS` of the environment, which limits the number of cores used.
     """
     torch.set_num_threads(compute.threads or min(torch.get_num_threads(), usable_cores()))
 
 
 def is_exact(run: RunConfig) -> bool:
-    """Whether a run computes and sends fp32 values alone: with one thread it is SPES to the bit.
+    """Whether a run computes and sends only fp32 values, and so is SPES to the bit with one thread.
 
     More threads add sums in another order. Peers still agree on the computed values.
     """
@@ -185,9 +186,9 @@ def is_exact(run: RunConfig) -> bool:
 
 
 class ThreadedEngine(SteppingEngine):
-    """A stepping engine that chooses its number of threads, and chooses again if step times change.
+    """A stepping engine that chooses its number of threads, again whenever step times change.
 
-    For use by one thread. Its measurements change no value; see `Engine.rehearse`.
+    For use by one thread. Measurements change no value of the engine; see `Engine.rehearse`.
     """
 
     def __init__(
@@ -240,7 +241,7 @@ class ThreadedEngine(SteppingEngine):
         self._watch = StepWatch(self._clock())
 
     def _trials(self, tokens_BT1: Tensor) -> tuple[Trial, list[Trial]]:
-        """Computes a short piece, and then with each number of threads as time allows."""
+        """Computes a short piece, then with each number of threads as time allows."""
         short_BT1 = tokens_BT1[:1, : SHORT_TOKENS + 1]
         micro_BT1 = tokens_BT1[: self._micro_rows]
         began_s = self._clock()
@@ -269,14 +270,14 @@ class ThreadedEngine(SteppingEngine):
 
 
 WORTH_ELEMENTS = 2**22
-"""Work on fewer elements is done before threads have started."""
+"""Work on fewer elements takes less time than the start of threads."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class OneAtATime:
-    """Gives several threads access to the parts of an engine, which is made for one thread."""
+    """Lets several threads use the parts of an engine that is made for one thread."""
 
     def __init__(self, engine: Parts) -> None:
         self._engine, self._lock = engine, threading.Lock()
@@ -303,13 +304,13 @@ class UnitThreads:
     ) -> list[Result]:
         """The results of `work` for each item, in their order.
 
-        After an error no item is begun, and the error is raised once all threads have ended. If
-        threads cannot be started, the others do their work.
+        After an error no further item is begun, and the error is raised once all threads have
+        ended. If a thread cannot be started, the others do its work.
 
         Args:
             work: may be called by several threads at once, in any order.
             items: such as units.
-            elements: of all items together; with few of them the caller works alone.
+            elements: elements of all items together; with few elements the caller works alone.
         """
         if min(self.number, len(items)) == 1 or elements < WORTH_ELEMENTS:
             return [work(item) for item in items]
@@ -334,7 +335,7 @@ class UnitThreads:
         run()
         for thread in threads:
             thread.join()
-        torch.set_num_threads(usual)  # for this thread, and threads new to torch
+        torch.set_num_threads(usual)  # for this thread, and new threads
         if errors:
             raise errors[0]
         return [found[index] for index in range(len(items))]

@@ -1,4 +1,4 @@
-"""The cost of a run for a peer, the engine for it on a machine, and what the machine lacks."""
+"""The cost of a run for a peer, the engine for it on a machine, and the machine's shortfalls."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from swarm.train.planning.memory import HostPeaks
 
 @dataclass(frozen=True)
 class Shortfall:
-    """One resource that falls short of the needs of a plan.
+    """One resource of which a machine has less than a plan needs.
 
     Attributes:
         what: the resource, in words.
         needed: bytes.
         there: usable bytes.
-        remedy: for a person.
+        remedy: what a person can do about it.
     """
 
     what: str
@@ -49,10 +49,10 @@ def shortfalls(
     """The resources that a machine lacks.
 
     Args:
-        need: of the engine.
-        peaks: of the process in host memory.
-        state_bytes: of the state directory.
-        machine: its resources.
+        need: need of the engine.
+        peaks: peaks of the process in host memory.
+        state_bytes: bytes of the state directory.
+        machine: resources of the machine.
         most: experts that fit with some engine; None if not even the shared tensors fit.
     """
     fewer = "rent a machine with more, or take smaller micro-batches or a smaller model"
@@ -81,9 +81,9 @@ class RunPlan:
         owned_experts: experts that the peer trains.
         experts_that_fit: experts that it could train with some engine; None if not even the shared
             tensors fit.
-        losses_survived: with as many such machines as the run has peers, the number that may be
-            lost before an expert waits for an owner; None if an expert waits already.
-        losses_until_pause: the same, before too few experts have an owner
+        losses_survived: with such a machine for each peer of the run, how many may be lost before
+            an expert waits for an owner; None if an expert waits already.
+        losses_until_pause: how many may be lost before too few experts have an owner
             (`ownership.min_owned_share`).
         shortfalls: resources that the machine lacks, with remedies.
         is_beside: whether offers are made during steps where rounds overlap (background offers).
@@ -117,10 +117,10 @@ def plan_run(
 
     Args:
         run: what is to be trained, by `run.run.peers` peers with equal shares.
-        config: of the machine: device, engine, memory that may be used.
+        config: configuration of the machine: device, engine, memory that may be used.
         folder: the state directory; need not exist. Its files of the run count as free.
-        sizes: "gpu", "host" and "disk" of a described machine, such as "24GB". "gpus" describes
-            the workers: "8x80GB", or "8" or "all"; `compute.remote_workers` adds workers in equal
+        sizes: "gpu", "host" and "disk" of a described machine, such as "24GB". "gpus" describes the
+            workers: "8x80GB", "8" or "all". `compute.remote_workers` adds workers on equal
             machines.
 
     Raises:
@@ -137,7 +137,7 @@ def plan_run(
     if here:
         fabric = fabric_of(compute, here, _bus(compute, here, sizes))
         machine, wishes = for_workers(run, compute, machine, wishes, fabric)
-    # Files that an engine maps are stored in addition to the state directory.
+    # Files that an engine maps take disk in addition to the state directory.
     beside = replace(machine, disk_bytes=max(machine.disk_bytes - cost.disk_bytes, 0.0))
     engine, most = plan_engine(run, owned, beside, wishes), most_experts(run, beside, wishes)
     short = shortfalls(engine.need, engine.peaks, cost.disk_bytes, machine, most)
@@ -161,7 +161,8 @@ def held_bytes(folder: Path, run: RunConfig) -> int:
 
     Args:
         folder: the state directory; a peer may be running with it.
-        run: its configuration, as in the run file; a run that was founded twice counts once.
+        run: configuration of the run, as in the run file. If it was founded twice, only one of the
+            runs counts.
     """
     configs = [path for path in folder.glob("runs/*/config.json") if path.is_file()]
     of_run = [path.parent for path in configs if _content(path) == run.canonical_json()]
@@ -212,7 +213,7 @@ def _workers(compute: ComputeSection, machine: Machine, sizes: Mapping[str, str 
             hint="give --gpus too: at least one worker is the peer's own",
         )
     if sizes.get("gpu") is None or asked == "off" or machine.device == "cpu":
-        # The address for workers of other machines matters to a peer, not to its plan.
+        # A plan does not need the address at which a peer takes workers of other machines.
         without = {"remote_workers": 0, "workers_from": ""}
         return num_workers(compute.model_copy(update=without), machine.device)
     if asked == "all":

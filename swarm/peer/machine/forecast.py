@@ -19,10 +19,11 @@ class Forecast:
     """Seconds of a run, if nobody is lost and links carry nothing else.
 
     Attributes:
-        training_s: of the local steps of a round, after the last of the run's phases.
-        averaging_s: of moving the bytes of a round over a peer's link, both ways at once.
+        training_s: seconds of the local steps of a round, after the last of the run's phases.
+        averaging_s: seconds of a round's bytes on a peer's link, with both directions at the same
+            time.
         overlaps: whether these bytes move during the local steps.
-        run_s: of all rounds, each by its own phase.
+        run_s: seconds of all rounds, each by its own phase.
     """
 
     training_s: float
@@ -66,7 +67,7 @@ def forecast(run: RunConfig, *, step_s: float, round_bytes: float, mbit: float) 
         step_s: seconds of a local step after the last phase; steps of other phases scale with
             their batches.
         round_bytes: bytes that a peer sends in a round, and also receives.
-        mbit: of its link each way, Mbit/s.
+        mbit: rate of the link of a peer in each direction, in Mbit/s.
     """
     averaging_s, overlaps = round_bytes * 8 / (mbit * 1e6), run.round.overlap == "round"
 

@@ -1,7 +1,7 @@
 """The bus between the GPUs of this machine, measured in a separate process.
 
-`python -m swarm.peer.machine.gpu_bus` prints the rate. A process that has used a GPU keeps memory
-on it, so the peer starts a short-lived process for the measurement.
+`python -m swarm.peer.machine.gpu_bus` prints the rate. A process that has used a GPU keeps some of
+its memory, so the peer measures in a short-lived process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from swarm.train.engine.mesh import BUSES, NVLINK, PCIE, Bus, BusName
 logger = logging.getLogger(__name__)
 
 NVLINK_FROM_GB_S = 75.0
-"""Above PCIe 5 x16 with 64 GB/s each way, and below every NVLink of a GPU with a switch."""
+"""More than the 64 GB/s each way of PCIe 5 x16, and less than every NVLink of a GPU with a
+switch."""
 COPIED_BYTES = 64 * 2**20
 MEASURE_S = 120.0
 """Limit for loading PyTorch, starting all GPUs and some copies."""
@@ -30,7 +31,7 @@ def bus_here(asked: Literal["auto"] | BusName, gpus: int) -> Bus:
 
     Args:
         asked: the configured bus; auto measures it.
-        gpus: number of GPUs in use, from the first one on.
+        gpus: how many GPUs are in use, counted from the first.
     """
     if asked != "auto":
         return BUSES[asked]
@@ -59,7 +60,7 @@ def bus_of(gb_s: float) -> Bus:
 
 
 def slowest_copy(devices: list[torch.device], num_bytes: int = COPIED_BYTES) -> float:
-    """GB/s of copies from the first device to each other one, the best of five each."""
+    """GB/s of copies from the first device to each other device, the best of five copies each."""
     rates = []
     source = torch.ones(num_bytes, dtype=torch.uint8, device=devices[0])
     for device in devices[1:]:
@@ -75,7 +76,7 @@ def slowest_copy(devices: list[torch.device], num_bytes: int = COPIED_BYTES) -> 
 
 
 def main() -> None:
-    """Prints the rate of the slowest copy between the first GPUs, as many as the argument says."""
+    """Prints the rate of the slowest copy between the first N GPUs; N is the argument."""
     devices = [torch.device("cuda", gpu) for gpu in range(int(sys.argv[1]))]
     sys.stdout.write(f"{slowest_copy(devices)}\n")
 

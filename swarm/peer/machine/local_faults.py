@@ -29,7 +29,7 @@ def named_fault(error: BaseException) -> SwarmError | None:
 
 
 def raise_file_limit() -> None:
-    """Raises this process's limit of open files to its maximum: each stream of a peer is one."""
+    """Raises this process's limit of open files to the maximum, since each stream needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -38,8 +38,8 @@ def raise_file_limit() -> None:
 class UnbornThreads:
     """Finds threads that were started and never ran.
 
-    If a thread gets no memory for its first call, CPython's `Thread.start` waits for it forever
-    ("Exception ignored in thread started by"). Meanwhile the caller holds locks.
+    If a new thread gets no memory for its first call, CPython's `Thread.start` waits forever
+    ("Exception ignored in thread started by"), while the caller holds locks.
     """
 
     def __init__(self) -> None:
@@ -56,9 +56,9 @@ class UnbornThreads:
 
 
 def watch_for_unborn_threads(system: System = SYSTEM) -> None:
-    """Ends this process, as out of memory, if a thread waits for one that never runs.
+    """Ends this process, as out of memory, if a started thread never runs.
 
-    The loss is no larger than that of a kill -9.
+    No more is lost than by a kill -9.
     """
     unborn = UnbornThreads()
 

@@ -31,7 +31,7 @@ from swarm.train.workers.parallel_engine import ParallelEngine
 logger = logging.getLogger(__name__)
 
 LEAST_BYTES = 64e6
-"""No machine that this program plans for has less: a smaller size has a wrong unit."""
+"""Every machine for which this program plans has more, so a smaller size has a wrong unit."""
 _DEVICES = Path("/dev")
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 _UPDATES_PER_CORE = 0.15e9
@@ -55,7 +55,7 @@ def machine_size(flag: str, text: str) -> float:
 
 
 def device_of(asked: str) -> str:
-    """The device that "auto", "cpu" or "cuda" means on this machine.
+    """The device on this machine for "auto", "cpu" or "cuda".
 
     Raises:
         ConfigError: "cuda" was asked for, and PyTorch finds no GPU.
@@ -73,7 +73,7 @@ def device_of(asked: str) -> str:
 
 
 def processor() -> Processor:
-    """The processor that computes here, with a remedy if that is the CPU despite a GPU."""
+    """The processor that computes here, with a remedy if that is the CPU in spite of a GPU."""
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         name = torch.cuda.get_device_name()
@@ -105,7 +105,7 @@ def this_machine(compute: ComputeSection, folder: Path) -> Machine:
 
     Args:
         compute: device and the memory that may be used.
-        folder: on the disk of the state directory; it may not exist yet.
+        folder: a folder on the disk of the state directory; it may not exist yet.
     """
     device = device_of(compute.device)
     while not os.path.exists(folder):  # also where access is denied
@@ -126,8 +126,8 @@ def this_machine(compute: ComputeSection, folder: Path) -> Machine:
 def described_machine(machine: Machine, sizes: Mapping[str, str | None]) -> Machine:
     """A machine with other sizes of "gpu", "host" and "disk", as a person wrote them.
 
-    A described GPU is assumed to reach 100 TFLOP/s and a bus of 20 GB/s. A described machine
-    without a GPU computes as fast as this machine's cores, which are measured.
+    A described GPU is assumed to have 100 TFLOP/s and a bus of 20 GB/s. A described machine without
+    a GPU is assumed to compute as fast as this machine's cores, which are measured.
 
     Raises:
         ConfigError: a size is invalid, has no unit, or is absurd.
@@ -165,10 +165,10 @@ def plan_here(
     """The engine for this machine, and for its workers if there are any.
 
     Args:
-        run: what is trained.
+        run: the run.
         owned: experts of this peer.
         compute: the person's decisions.
-        folder: would hold the frozen experts that are mapped from disk.
+        folder: folder for frozen experts that are mapped from disk.
 
     Returns:
         The resources of the engine, or of each worker; and the plan.
@@ -181,14 +181,14 @@ def plan_here(
 
 
 class Room:
-    """The number of experts that fit this machine's memory in every phase of a round.
+    """Tells how many experts fit this machine's memory in every phase of a round.
 
-    It may be called at any time. The disk does not count: a peer waits while a disk is full.
+    May be called at any time. The disk does not count, since a peer waits while a disk is full.
 
     Attributes:
         engine: the engine, once there is one. Until then, all levels that the person allows count;
-            afterwards, the engine's present level and those below. An engine takes memory, so call
-            this object once before there is one.
+            then only the engine's present level and the levels below. An engine takes memory, so
+            call this object once before the engine exists.
     """
 
     def __init__(self, run: RunConfig, compute: ComputeSection, folder: Path) -> None:
@@ -199,7 +199,7 @@ class Room:
         self._known: dict[int, int] = {}
 
     def __call__(self) -> int:
-        """`ALL_EXPERTS` if all of the run fit; fewer than before once the engine stepped down.
+        """`ALL_EXPERTS` if all experts of the run fit; fewer once the engine stepped down.
 
         Raises:
             ConfigError: a wanted resource is missing, or two decisions exclude each other.
@@ -241,15 +241,15 @@ def engine_for(
 ) -> SteppingEngine | ParallelEngine:
     """The fastest engine that fits this machine, with the levels below; logs the choice.
 
-    It is planned for an equal share of the experts, or for the experts that this peer already owns
-    if these are more. It steps down if this peer comes to own more.
+    The engine is planned for an equal share of the experts, or for the experts that this peer
+    already owns if these are more. It steps down if this peer later owns more.
 
     Args:
-        run: what is trained.
+        run: the run.
         compute: the person's decisions.
-        folder: the run's; frozen experts may be mapped from files in it.
-        remaining_s: seconds until this peer has to leave, even if workers are missing or start
-            slowly.
+        folder: folder of the run. Frozen experts may be mapped from files in it.
+        remaining_s: seconds until this peer has to leave, even if workers are still missing or
+            starting.
         owned: experts of this peer in the newest manifest that it knows.
     """
     owned = max(owned, owned_per_peer(run, run.run.peers))

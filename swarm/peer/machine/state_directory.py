@@ -36,8 +36,8 @@ events, and a quarter of an hour has 15 kB."""
 MUCH_BYTES = 10**9
 """The log names earlier runs once all of them together have this size."""
 _clock = time.time
-"""The clock of events. A drill gives one peer a wrong clock, and compares events of several peers.
-It replaces `time.time` after `_clock` is bound, so that the times of events stay right."""
+"""The clock of events. A drill gives one peer a wrong clock by replacing `time.time` after `_clock`
+is bound. So the times of events stay right, and events of several peers can be compared."""
 
 
 _OFFER: TypeAdapter[SavedWork] = TypeAdapter(SavedWork)
@@ -51,7 +51,7 @@ class RunDirectory:
 
     path: Path
     _applied: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """Fields of the newest `applied` line in the file, which the next line may omit."""
+    """Fields of the newest `applied` line in the file; the next line omits equal ones."""
 
     @property
     def config_path(self) -> Path:
@@ -64,7 +64,7 @@ class RunDirectory:
         return self.path / "record"
 
     def record_age_s(self) -> float:
-        """Seconds since the record was written last, by the wall clock: at most its tip's age."""
+        """Seconds since the record was last written, by the wall clock; the tip is no newer."""
         try:
             return max(0.0, time.time() - self.record_path.stat().st_mtime)
         except FileNotFoundError:
@@ -77,14 +77,14 @@ class RunDirectory:
 
     @property
     def offer_path(self) -> Path:
-        """The submitted offer, where the private state is older."""
+        """The submitted offer, if the private state is older."""
         return self.path / "offer"
 
     def read_offer(self) -> SavedWork | None:
         """The newest offer that was saved without private state; None if there is none.
 
         Raises:
-            CorruptState: it cannot be read.
+            CorruptState: the offer cannot be read.
         """
         try:
             content = without_digest(self.offer_path.read_bytes())
@@ -174,7 +174,7 @@ class RunDirectory:
     def read_entered_by(self) -> tuple[PeerId, ...]:
         """Peers at given addresses through which this peer entered the run; newest first.
 
-        Fixed addresses still belong to the run long after these peers have left it.
+        Their addresses may still belong to the run long after these peers have left it.
         """
         return tuple(_read_text(self.path / "entered_by").split()[:MAX_ENTERED_BY])
 
@@ -187,9 +187,9 @@ class RunDirectory:
             durable.write_file(self.path / "entered_by", "".join(f"{p}\n" for p in kept).encode())
 
     def append_event(self, kind: str, /, **fields: Any) -> None:
-        """Appends one line to the run's events, also after a line that a kill cut short.
+        """Appends one line to the run's events, even after a line that a kill cut short.
 
-        An `applied` line is `abridged`, except the first of a file, which must stand alone.
+        An `applied` line is `abridged`, except the first of a file, which must be complete.
 
         Raises:
             OSError: the disk refused the write.
@@ -211,8 +211,8 @@ class StateDirectory:
         """Opens (or makes) the directory and locks it.
 
         Raises:
-            StateLocked: another living process uses it.
-            StateError: it cannot be made or written.
+            StateLocked: another living process uses the directory.
+            StateError: the directory cannot be made or written.
         """
         self.path = path.expanduser()
         try:
@@ -253,7 +253,7 @@ class StateDirectory:
 
     @property
     def port(self) -> int | None:
-        """The port that was used first; None if the file has no valid one, with a warning."""
+        """The port of the first start; None, with a warning, if the file has no valid port."""
         text = _read_text(self.path / "port").strip()
         if re.fullmatch("[0-9]{1,5}", text) and 0 < int(text) < 2**16:
             return int(text)
@@ -267,7 +267,7 @@ class StateDirectory:
 
     @property
     def known_peers(self) -> tuple[Remembered, ...]:
-        """Addresses of peers, those that answered last first; invalid lines are skipped."""
+        """Addresses of peers, the last to answer first; invalid lines are skipped."""
         lines = (line.split() for line in _read_text(self.path / "known_peers").splitlines())
         return tuple(
             Remembered(words[0], float(words[1]) if len(words) > 1 else 0.0)
@@ -283,7 +283,7 @@ class StateDirectory:
 
     @property
     def settings_path(self) -> Path:
-        """Settings that later starts need not repeat."""
+        """The file of settings that later starts need not repeat."""
         return self.path / SETTINGS_FILE
 
     @property
@@ -300,7 +300,7 @@ class StateDirectory:
     def current_run(self) -> str | None:
         """Id of the run that this peer was in last, or was joining, possibly without a record.
 
-        If that id is lost, the id of the only run here.
+        If that id is lost: the id of the only run here.
         """
         return _current_run(self.path)
 
@@ -309,7 +309,7 @@ class StateDirectory:
         durable.write_file(self.path / "current_run", f"{run_id}\n".encode())
 
     def name_earlier_runs(self) -> None:
-        """Logs the size of earlier runs if it is large: they stay until a person removes them."""
+        """Logs the size of earlier runs if it is large; only a person removes them."""
         current = self.current_run
         folders = [self.run(run).path for run in self.run_ids if run != current]
         taken = {folder: durable.bytes_on_disk(folder) for folder in folders}
@@ -336,14 +336,14 @@ class StateDirectory:
         durable.write_file(self.path / "gathering", f"{name} {secret}\n".encode(), mode=0o600)
 
     def end_gathering(self) -> None:
-        """The run is founded: its peers no longer need the key."""
+        """Removes name and key once the run is founded, since its peers no longer need the key."""
         (self.path / "gathering").unlink(missing_ok=True)
 
     def run(self, run_id: str) -> RunDirectory:
         """The directory of one run.
 
         Raises:
-            StateError: this is no run id; such a name could lead out of this directory.
+            StateError: this is no run id, and as a path it could lead out of this directory.
         """
         return _run_directory(self.path, run_id)
 
@@ -353,7 +353,7 @@ def current_run_of(path: Path, run_id: str | None) -> tuple[str, RunDirectory]:
 
     Args:
         path: the state directory.
-        run_id: the wanted run; None for the one that the peer was in last.
+        run_id: id of the wanted run. None for the run that the peer was in last.
 
     Raises:
         StateError: there is no such run.
@@ -414,8 +414,8 @@ KEPT = (
     ("network", "max_download_mbit"),
     ("network", "data_quota_gb"),
 )
-"""Section and field: this peer's identity, its addresses, and the limits of its link. A person who
-forgets these at a later start would pay for it."""
+"""Section and field of the kept settings: this peer's identity, its addresses, and the limits of
+its link. To forget these at a later start would be costly."""
 _KEY = "network.identity_path"
 
 
@@ -425,7 +425,7 @@ def with_kept(config: PeerConfig, path: Path) -> PeerConfig:
     One log line names the settings of earlier starts.
 
     Args:
-        config: of this start.
+        config: configuration of this start.
         path: the file of kept settings, which is not changed; a damaged one is ignored with a
             warning.
     """
@@ -446,10 +446,10 @@ def with_kept(config: PeerConfig, path: Path) -> PeerConfig:
 
 
 def keep(config: PeerConfig, path: Path) -> None:
-    """Keeps this start's settings for later ones, once the network has started with them.
+    """Keeps this start's settings for later starts, once the network has started with them.
 
     Args:
-        config: of this start, without kept settings.
+        config: configuration of this start, without kept settings.
         path: the file of kept settings.
     """
     given = _given(config)
@@ -470,7 +470,7 @@ def _given(config: PeerConfig) -> dict[str, object]:
 
 
 def _kept(config: PeerConfig, path: Path) -> dict[str, object]:
-    """Kept settings. A given listening address overrides client mode of an earlier start."""
+    """The kept settings. A listening address given now overrides an earlier client mode."""
     listens = "host_maddrs" in config.network.model_fields_set
     before = _read(path)
     return {k: v for k, v in before.items() if not (listens and k == "network.client_mode")}
@@ -490,15 +490,15 @@ def identity_path_of(folder: Path, given: str | None) -> Path:
 def credential_to(
     run: RunConfig, given: Credential | None, directory: RunDirectory
 ) -> Credential | None:
-    """The credential for joining a run: given now, or saved if only invited peers may join."""
+    """The credential for joining: the given one, or the saved one if an invitation is needed."""
     is_open = run.run.admission == "open"
     return given or (None if is_open else directory.read_credential())
 
 
 def kept_credential(given: Credential | None, directory: RunDirectory) -> Credential | None:
-    """This peer's credential: given now, and saved; or else the saved one [R8].
+    """The given credential of this peer, which is then saved, or else the saved credential [R8].
 
-    The invitation's private key is no longer needed, and is stored nowhere.
+    The invitation's private key is no longer needed, and is not stored.
     """
     if given is None:
         return directory.read_credential()

@@ -63,7 +63,7 @@ def num_workers(compute: ComputeSection, device: str) -> int:
 
 
 def num_elsewhere(compute: ComputeSection) -> int:
-    """Workers that other machines bring; 0 for none.
+    """The number of workers on other machines; 0 for none.
 
     Raises:
         ConfigError: their address is not given, or this machine has no workers itself.
@@ -97,7 +97,7 @@ def _refuse_far_streaming(compute: ComputeSection) -> None:
 def meshes_of(
     compute: ComputeSection, workers: int, run: RunConfig, *, per_node: int = 0
 ) -> tuple[Mesh, ...]:
-    """Every layout of the model over a peer's workers; the planner takes the fastest.
+    """All ways to hold the model on a peer's workers; the planner takes the fastest.
 
     Args:
         compute: the person's decisions.
@@ -131,7 +131,7 @@ def meshes_of(
 def _tensors(
     compute: ComputeSection, workers: int, run: RunConfig, per_node: int
 ) -> tuple[int, ...]:
-    """Possible numbers of workers that split attention by heads; raises as `meshes_of`."""
+    """Possible numbers of workers over which heads are split; raises as `meshes_of`."""
     asked, here = compute.tensor_parallel, per_node or workers
     other = {
         "compute.expert_parallel": compute.expert_parallel not in {0, asked},
@@ -159,7 +159,7 @@ def _tensors(
 
 
 def _dealings(compute: ComputeSection, workers: int, num_experts: int) -> tuple[int, ...]:
-    """Possible numbers of workers over which experts are dealt; raises as `meshes_of`."""
+    """Possible numbers of workers over which experts are dealt; raises errors like `meshes_of`."""
     asked = compute.expert_parallel or int(compute.pipeline > 1)
     if asked > 1 and (workers == 0 or workers % asked or asked > num_experts):
         raise ConfigError(
@@ -190,14 +190,14 @@ def _divisors(workers: int, most: int) -> tuple[int, ...]:
 def for_workers(
     run: RunConfig, compute: ComputeSection, machine: Machine, wishes: Wishes, workers: Fabric
 ) -> tuple[Machine, Wishes]:
-    """The share of each of a peer's workers, and the possible layouts of the model over them.
+    """The share of each of a peer's workers, and the possible ways to hold the model on them.
 
     Args:
         run: the model.
         compute: the person's decisions.
         machine: the peer's; the others are assumed to be equal.
-        wishes: of a single engine.
-        workers: of all machines.
+        wishes: wishes of a single engine.
+        workers: the workers of all machines.
 
     Raises:
         ConfigError: as `meshes_of`; or the workers are configured to stream and cannot.
@@ -255,8 +255,8 @@ def place_of(run: RunConfig, compute: ComputeSection, share: Machine, workers: i
 def ready_for_nodes(compute: ComputeSection, state_folder: Path) -> None:
     """Makes the key for other machines and logs its path, if this peer wants their workers.
 
-    This is called before a text is read or a model is fetched, which may take hours. So workers
-    can be ready when this peer begins to wait for them.
+    Call this before a text is read or a model is fetched, which may take hours. Then workers can be
+    ready when this peer begins to wait for them.
 
     Raises:
         ConfigError: this peer cannot listen at the address.
@@ -300,8 +300,8 @@ def nodes_of(
 
     Args:
         compute: the person's decisions.
-        plan: of the engine of each worker.
-        folder: the run's, in the state directory.
+        plan: plan of the engine of each worker.
+        folder: folder of the run, in the state directory.
         place: where the workers of this machine compute.
         remaining_s: longest wait for these machines in seconds, from now on.
 
@@ -341,8 +341,8 @@ def parallel_engine(
 
     Args:
         run: what is trained.
-        plan: of the engine of each worker.
-        folder: the run's, with the private state.
+        plan: plan of the engine of each worker.
+        folder: folder of the run, with the private state.
         place: where the workers of this machine compute.
         nodes: accepts workers of other machines; None for none. Closed with the engine.
         remaining_s: longest time in seconds for starting workers, from now on.

@@ -1,4 +1,4 @@
-"""How a peer looks for its run at the given addresses, and when it may found one instead."""
+"""How a peer searches for its run at the given addresses, and when it may found a run instead."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from swarm.protocol.values.manifest import PeerId
 logger = logging.getLogger(__name__)
 
 NEW_S = 6.0
-"""How long peers that were never met are asked. Known peers are asked once: they may have left."""
+"""How long peers that were never met are asked. Known peers, which may have left, are asked
+once."""
 
 
 async def runs_there(host: Host, run_id: str) -> bool:
-    """Whether the peers at the given addresses are in the run on disk, as far as they answer.
+    """False if peers at the given addresses are in other runs, and none is in the run on disk.
 
     Args:
-        host: with a run on disk.
-        run_id: of that run.
+        host: host of this peer, which has a run on disk.
+        run_id: id of that run.
 
     Raises:
-        NobodyReachable: nobody there names its run, and this peer met none of them in that run.
+        NobodyReachable: no peer there names its run, and this peer has met none of these peers in
+            the run on disk.
     """
     entrances = others_at(host)
     is_new = bool(entrances) and met_in(run_id, host.state).isdisjoint(entrances)
@@ -66,15 +68,15 @@ def require_reached(host: Host) -> None:
 
 
 def others_at(host: Host) -> list[PeerId]:
-    """The peers at the given addresses but this one: all machines may get the same list."""
+    """Peers at the given addresses except this one, since all machines may get the same list."""
     return [peer for peer in host.node.entrances if peer != host.node.peer_id]
 
 
 def met_in(run_id: str, state: StateDirectory) -> frozenset[PeerId]:
     """Peers whose addresses may have led into a run on disk.
 
-    They are the members in the run's record, its founder, and the peers through which this peer
-    entered. All peers that ever answered this one count too, except members of other runs on disk.
+    They are the members in the run's record, the founder, and the peers through which this peer
+    entered. Peers that ever answered this peer count too, except members of other runs on disk.
     """
     directory = state.run(run_id)
     others = (_members_in(state.run(other)) for other in state.run_ids if other != run_id)
@@ -99,9 +101,9 @@ FIND_S = 60.0
 """How long a joiner without a run file looks for a run."""
 FIND_BEFORE_FOUNDING_S = 6.0
 ASK_EVERY_S = 6.0
-"""How often the peers at the given addresses are asked whether they prepare a run."""
+"""How often peers at the given addresses are asked whether they prepare a run."""
 SILENT_S = 60.0
-"""A founder that has not repeated its answer for this long will not found the run."""
+"""A founder that has not repeated its answer for this long counts as ended."""
 SAY_S = 60.0
 """How often the log reports the wait."""
 
@@ -113,9 +115,9 @@ class RunSearchDeadline:
         """Starts the search.
 
         Args:
-            host: of this peer.
-            fingerprint: of the configuration that is meant; None for any.
-            least_s: seconds to search even if nobody prepares a run.
+            host: host of this peer.
+            fingerprint: fingerprint of the wanted configuration; None for any.
+            least_s: seconds to search even if no peer prepares a run.
         """
         self._host, self._fingerprint = host, fingerprint
         self._end_s, self._said_s = time.monotonic() + least_s, -SAY_S
@@ -138,17 +140,17 @@ class RunSearchDeadline:
 async def look_for_run(
     host: Host, downloads: Downloads, wanted: Wanted, run_id: str | None, begun: str | None
 ) -> run_search.Opened | None:
-    """The run to join; None where the wanted one may be founded.
+    """The run to join; None if the wanted run may be founded.
 
     Args:
-        host: of this peer.
+        host: host of this peer.
         downloads: fetches the run's configuration.
-        wanted: which run is meant.
+        wanted: the wanted run.
         run_id: the id that the run must have, if one is known.
         begun: the run that this peer had begun to join, which is preferred.
 
     Raises:
-        NobodyReachable: no run was announced in time, and none may be founded.
+        NobodyReachable: no run was announced in time, and this peer may not found one.
         RunMismatch: several runs are announced and none was named; or only other runs are
             announced.
     """
@@ -175,15 +177,15 @@ async def look_for_run(
 
 
 async def require_alone(host: Host, downloads: Downloads, wanted: Wanted) -> None:
-    """Refuses to found a run if peers at the given addresses are in one, or prepare one.
+    """Refuses to found a run if peers at the given addresses are in a run, or prepare one.
 
     Args:
-        host: of this peer.
+        host: host of this peer.
         downloads: fetches the configurations of those runs.
-        wanted: with a configuration; says whether a second run is meant.
+        wanted: has a configuration, and says whether a second run is wanted.
 
     Raises:
-        RunMismatch: there is another run, and no second one is meant.
+        RunMismatch: there is another run, and no second run is wanted.
         NobodyReachable: nobody at the given addresses answers.
     """
     if wanted.run and not wanted.beside_others:
@@ -199,9 +201,9 @@ async def goes_first(host: Host, wanted: Wanted, *, by_runs: bool) -> bool:
     """Whether a peer at the given addresses has precedence as founder; see `is_forestalled`.
 
     Args:
-        host: of this peer, which says that it prepares a run.
-        wanted: that run.
-        by_runs: whether peers that are in a run count too, and not only founders.
+        host: host of this peer, which answers others that it prepares a run.
+        wanted: the request for the run.
+        by_runs: whether peers in a run also count, and not only founders.
     """
     others = others_at(host)
     if wanted.run is None or not others:

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_alone(me: PeerId, record: Record) -> bool:
-    """Whether no other member of the run could have a copy of what is damaged here."""
+    """Whether no other member of the run could have a copy of the damaged files here."""
     return set(record.tip.members) <= {me}
 
 
@@ -64,9 +64,9 @@ def settings_of(
 
     Args:
         name: the run's id.
-        directory: of the run.
+        directory: directory of the run.
         record: whose tip names the configuration.
-        store: of the run.
+        store: store of the run.
 
     Raises:
         CorruptState: a file is damaged, and its blob is not in the store either.
@@ -89,7 +89,7 @@ def settings_of(
 def drop_damaged(store: BlobStore, tip: Manifest) -> list[str]:
     """Drops every blob whose bytes on disk have changed; 0.5 s per GB.
 
-    Blobs outside the tip are checked too: a round in progress may still agree on them.
+    Blobs outside the tip are checked too, since a round in progress may still agree on them.
 
     Returns:
         Digests of the tip's blobs that this peer lacks, or has just dropped.
@@ -99,11 +99,11 @@ def drop_damaged(store: BlobStore, tip: Manifest) -> list[str]:
 
 
 def earlier_record(record: Record, file: RecordFile, store: BlobStore) -> Record | None:
-    """The newest record before this one whose blobs are all whole; None if there is none.
+    """The newest earlier record whose blobs are all whole. None if there is none.
 
     Each promise and each vote writes a record, so both record files may have the damaged tip. Then
-    the tip's parent is used, which both files have too. Votes after the parent are forgotten: they
-    were for values that are lost.
+    the tip's parent is used, which both files have. Votes after the parent are dropped, since their
+    values are lost.
     """
     for earlier in _before(record, file):
         if not store.verify(earlier.tip.blobs):
@@ -181,7 +181,7 @@ class Started:
 
 
 class Starter:
-    """The state that all three ways share: the machine, the wanted run and the request to stop."""
+    """The state that all three ways use: the machine, the wanted run and the request to stop."""
 
     def __init__(self, host: Host, wanted: Wanted, observer: PeerObserver) -> None:
         self.host, self.wanted, self.stop, self.observer = host, wanted, host.stop, observer
@@ -217,7 +217,7 @@ class Starter:
         Raises:
             RunMismatch: the run is not the wanted one; or a new run would be founded in place of
                 an unfinished one on disk.
-            NobodyReachable: no run was announced, and none may be founded; or nobody at a new
+            NobodyReachable: no run was announced, and none may be founded; or no peer at a new
                 address answers.
             CorruptState, DataError: see `resume` and `join`.
         """
@@ -237,7 +237,7 @@ class Starter:
         return None
 
     def _run_to_resume(self) -> str | None:
-        """The run on disk; None if the options, or peers at the given addresses, mean another."""
+        """The run on disk; None if options, or peers at the given addresses, name another."""
         wanted, here = self.wanted, run_on_disk(self.wanted, self.state)
         if here is None or wanted.run or wanted.run_id or not self.config.network.initial_peers:
             return here
@@ -246,10 +246,10 @@ class Starter:
     # ------------------------------------------------ resume
 
     def resume(self, run_id: str, *, may_join: bool) -> Started | None:
-        """Resumes from the state directory; None when there is no record of the run.
+        """Resumes from the state directory; None if there is no record of the run.
 
         Also None if the configuration or manifest 0 is damaged both on disk and in the store, and
-        the peer `may_join`: other peers have both.
+        the peer `may_join`, since other peers have these files.
 
         Raises:
             CorruptState: files of the run are too damaged to continue safely.
@@ -284,7 +284,7 @@ class Starter:
         return started
 
     def _repair(self, started: Started, downloads: Downloads) -> Record:
-        """Fetches the tip's blobs again, or the blobs of a newer tip that the others have."""
+        """Fetches the tip's blobs again, or the blobs of a newer tip of the other peers."""
         record, directory, store = started.record, started.directory, started.store
         recompute_initial(record.tip, started.run, started.layout, store)
         others = [peer for peer in record.tip.members if peer != self.node.peer_id]
@@ -323,7 +323,7 @@ class Starter:
     # ------------------------------------------------ join
 
     def join(self, run_id: str | None, begun: str | None = None) -> Started | None:
-        """Joins an announced run; None when no announced run has the wanted configuration.
+        """Joins an announced run; None if no announced run has the wanted configuration.
 
         Args:
             run_id: the id that the run must have; None for any.
@@ -332,8 +332,8 @@ class Starter:
         Raises:
             NobodyReachable: no run was announced in time (only when no file was given); or none of
                 the given addresses answers.
-            RunMismatch: the run is not the wanted one, and nothing of it is kept; or only runs with
-                other configurations are announced.
+            RunMismatch: the run is not the wanted one (and no file of it is kept); or only runs
+                with other configurations are announced.
             DataError: this machine's text is not the run's.
             DataQuotaSpent: the run's state is larger than the rest of the month's quota.
         """
@@ -347,10 +347,11 @@ class Starter:
         return self._join_opened(opened, downloads)
 
     def instead(self, run: RunConfig) -> Started | None:
-        """Joins a run that peers at the given addresses are in, or have precedence to found.
+        """Joins a run of peers at the given addresses, or a run that they have precedence to found.
 
-        From now on this peer answers that it prepares the run. None if this peer has to found it:
-        nobody there is in a run or takes precedence. Raises the errors of `join`.
+        From now on this peer answers that it prepares the run. None if this peer has to found the
+        run, because no peer at these addresses is in a run or has precedence. Raises the errors of
+        `join`.
         """
         reception, are_new = self.host.reception, True
         reception.prepare(run.fingerprint())
@@ -390,7 +391,7 @@ class Starter:
             tip = shown.record.tip
             credential = credential_to(run, self.credential, directory)
             require_admission(record.run, run, tip, self.node.peer_id, credential)
-            if self.node.peer_id not in tip.members:  # a member's link has proved sufficient
+            if self.node.peer_id not in tip.members:  # a member's link is known to suffice
                 members = {p: present[p] for p in present if p in tip.members}
                 require_link(self.wait_for(measured_verdict(self.node, run, tip, members)))
             self.wait_for(measure_line(self.host, record.run, tip.members))
@@ -412,13 +413,13 @@ class Starter:
                 on_blob=fetching(self.observer.on_fetched),
             )
         )
-        # The tip is final only now: the one shown first may have been replaced meanwhile.
+        # Only now is the tip final, since a newer one may have replaced the first during the fetch.
         mine = shown.record if is_new else self._without_old_votes(shown)
         RecordFile(directory.record_path).write(mine, shown.path)
         return Started(record.run, run, layout, directory, store, mine, self.text.shards)
 
     async def _gathered(self, gathering: RunRecord, run: RunConfig) -> Announced:
-        """The run, once its founder announces it; measures this peer's link meanwhile."""
+        """The run, once its founder announces it. Until then, measures this peer's link."""
         status, possession = self.status(run), self.credential.possession if self.credential else ""
         founded = await_founding(
             self.node, gathering, lambda: replace(status.record(), possession=possession)
@@ -427,10 +428,9 @@ class Starter:
         return announced
 
     def _remember(self, run_id: str, directory: RunDirectory, members: Set[PeerId]) -> None:
-        """Saves what this start knows, so that the state directory alone can join after a kill.
+        """Saves facts about the run, so that after a kill no options are needed to join.
 
-        Gigabytes are fetched from here on, and the record is written only when all of them are
-        here.
+        Gigabytes are fetched after this, and the record is written only once all of them are here.
         """
         if self.credential:
             directory.write_credential(self.credential)
@@ -452,14 +452,14 @@ class Starter:
     # ------------------------------------------------ shared by the three
 
     def wait_for(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Runs a coroutine in the node's loop until it ends or the person stops this peer.
+        """Runs a coroutine in the node's loop until it ends or a person stops this peer.
 
-        There is no deadline: a large model over a slow link may take days, and so may the peers
-        that a founder waits for.
+        There is no deadline, since a large model over a slow link may take days, and a founder may
+        wait for peers for days.
 
         Raises:
             Stopped: the person stopped this peer.
-            DataQuotaSpent: the month's quota is used up meanwhile.
+            DataQuotaSpent: the month's quota was used up before the end.
         """
 
         async def watched() -> Result:

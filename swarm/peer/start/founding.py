@@ -54,19 +54,19 @@ BEFORE_THE_RECORD = {*_KEPT, *(f"{name}.new" for name in (*_KEPT, "record"))}
 def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None = None) -> Started:
     """Founds a run: gathers its peers, writes manifest 0 and announces it.
 
-    If peers at the given addresses are first to do so, this peer joins, as in `resume_or_join`.
+    If peers at the given addresses found the run first, this peer joins, as in `resume_or_join`.
 
     Args:
-        starter: of this machine.
+        starter: starter of this machine.
         run: what is trained, and how.
-        weights: every tensor of the model before the first step, by Hugging Face name; None for
-            those of the checkpoint that the person named, or that follow from the run's seed.
+        weights: every tensor of the model before the first step, by Hugging Face name; None for the
+            weights of the named checkpoint, or of the run's seed.
 
     Raises:
         CorruptState: the checkpoint is damaged.
         DataError: this machine's text is missing or too small, or its tokenizer file is unusable.
         ConfigError: the tokenizer or the checkpoint does not fit the configuration, or a run for
-            invited peers was to gather anybody.
+            invited peers alone would gather strangers.
         Stopped: the peer was asked to stop before the run was founded.
     """
     require_closed_founding(run, is_open=starter.config.peer.open_gathering)
@@ -99,7 +99,8 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
     present = _gather(starter, run, gathering, blobs)
     remove_unfounded(starter.state.path, starter.node.peer_id)
     with _gathering_on(starter, run, gathering), starter.stop.at_once():
-        # Generated twice, so that the model is never all in memory: digests name the folder.
+        # Generated twice, so that the model is never whole in memory; the folder's name needs all
+        # digests.
         contents = dict(initial_contents(run, layout, weights))
         initial = {u: (digest_of_chunks(c), c.num_bytes) for u, c in contents.items()}
         capacities = {peer: member.capacity for peer, member in present.items()}
@@ -114,10 +115,10 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
 
 
 def remove_unfounded(state_folder: Path, me: PeerId) -> None:
-    """Removes what an earlier founding left, if this peer was killed before the run's record.
+    """Removes the files of an earlier founding that was killed before the run had a record.
 
-    Nobody has heard of such a run, and nobody can open it. A folder that holds anything else than
-    `BEFORE_THE_RECORD` belongs to a run that was announced, and stays.
+    No peer knows of such a run or can open it. A folder with files other than `BEFORE_THE_RECORD`
+    belongs to a run that was announced, and is kept.
 
     Args:
         state_folder: the state directory.
@@ -142,7 +143,7 @@ def _stored(
     blobs: Iterable[bytes],
     contents: Iterable[Content],
 ) -> Started:
-    """Writes a run to disk; removes all of it if its record cannot be written."""
+    """Writes a run to disk; removes its files if the record cannot be written."""
     name, record = (
         run_id(run.run.name, run.fingerprint(), manifest.blob),
         Record(manifest, None, None),
@@ -213,7 +214,7 @@ def _gather(
 
 @contextmanager
 def _gathering_on(starter: Starter, run: RunConfig, gathering: RunRecord) -> Iterator[None]:
-    """Keeps announcing the run while its initial state is made, which takes minutes for a 7B."""
+    """Repeats the announcement while the initial state is made, which takes minutes for a 7B."""
     if gathering.wait_for_peers == 1:
         yield
         return

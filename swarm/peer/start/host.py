@@ -1,4 +1,4 @@
-"""A machine in the network: its state directory, its node, and its answers to requests."""
+"""The parts of a peer that need no run: state directory, network node, answers to requests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Gathering:
 
     Attributes:
         run: the run's name until it has an id.
-        invitation: for the peers that its founder waits for.
+        invitation: invitation for the peers for which the founder waits.
     """
 
     run: str
@@ -53,13 +53,13 @@ class Gathering:
 
 
 def gathering_of(state: StateDirectory, identity: Identity, wait_for_peers: int) -> Gathering:
-    """The gathering, equal at every start until its run is founded.
+    """The gathering, which is the same at every start until its run is founded.
 
-    So a join command that was printed by an earlier start stays valid.
+    So the join command that an earlier start printed stays valid.
 
     Args:
-        state: of the founder.
-        identity: of the founder.
+        state: state directory of the founder.
+        identity: identity of the founder.
         wait_for_peers: how many peers begin the run, the founder included.
     """
     kept = state.read_gathering()
@@ -77,14 +77,15 @@ DIAL_BACK_S = 40.0
 
 
 def nothing(_: StateDirectory) -> bool:
-    """Default for `check` and `gathers`: accepts what is on disk, and gathers nobody."""
+    """Default for `check` and `gathers`: accepts any state on disk, and gathers no peers."""
     return False
 
 
 class Reception:
-    """Answers other peers in the node's loop, from before the network is up until the end.
+    """Answers other peers in the node's loop, from the start of the network to its end.
 
-    It answers nothing until `open`, and only its announcement, probes and blobs until `admit`.
+    Before `open` it answers nothing. Before `admit` it answers only requests for its run, probes
+    and blobs.
     """
 
     def __init__(self) -> None:
@@ -113,11 +114,11 @@ class Reception:
         )
 
     def open(self, node: Node) -> None:
-        """The network is up: others may ask who this peer is, and how fast its link is."""
+        """Lets others probe this peer and its link from now on. Call it once the network is up."""
         self._node = node
 
     def prepare(self, fingerprint: str | None) -> None:
-        """Sets the fingerprint of the run that this peer says it founds, until `announce`."""
+        """Until `announce`, answers that this peer prepares a run with this fingerprint."""
         self._preparing = fingerprint
 
     def announce(self, record: RunRecord) -> None:
@@ -125,7 +126,7 @@ class Reception:
         self._announced = record
 
     def admit(self, rounds: RoundDriver, moments: MomentsExchange) -> None:
-        """This peer takes part in a run: messages and questions about it are answered."""
+        """Call once this peer takes part in a run: from now on messages are handled."""
         self._moments, self._rounds = moments, rounds
 
     def _on_ask(self, source: PeerId, digest: Digest) -> None:
@@ -158,11 +159,11 @@ class Host:
     """The parts of a peer that do not depend on a run; `close` releases them.
 
     Attributes:
-        config: of this machine.
-        state: its directory, locked.
-        node: in the network.
+        config: configuration of this machine.
+        state: the peer's state directory, locked.
+        node: the node in the network.
         reception: answers others.
-        is_dialable: whether others can open connections to it, as far as is known.
+        is_dialable: whether others can open connections to this peer, as far as known.
         stop: the request to leave.
         quota: counts the node's traffic since its start.
     """
@@ -193,15 +194,15 @@ class Host:
     ) -> Host:
         """Locks a state directory and starts the network with the identity in it.
 
-        If a run is on disk, the peer starts even when nobody answers. Settings that `config` leaves
-        open keep their values of an earlier start (`peer/machine/state_directory.py`).
+        If a run is on disk, the peer starts even if no other peer answers. Settings that `config`
+        leaves open keep their values from an earlier start (`peer/machine/state_directory.py`).
 
         Args:
-            config: of this machine.
+            config: configuration of this machine.
             folder: the state directory; made if missing.
             observer: notified how others may join.
-            check: raises before the network starts if the state on disk is unsuitable.
-            stop: the request to leave; None for one of its own.
+            check: called before the network starts; raises if the state on disk is unsuitable.
+            stop: the request to leave; None makes a new one.
             gathers: whether this start waits for invited peers.
 
         Raises:
@@ -254,9 +255,9 @@ class Host:
         return Downloads(self.node, store)
 
     def remember_peers(self) -> None:
-        """Saves the addresses that are known now for the next start.
+        """Saves the peers' addresses known now for the next start.
 
-        Addresses belong to a run, so none are saved before it is known to be the wanted one.
+        Addresses belong to a run, so call this once the run is known to be the wanted one.
         """
         self.state.known_peers = (*self.node.known_addresses, *self.state.known_peers)
 
@@ -270,7 +271,7 @@ class Host:
 def _tell_how_to_join(
     observer: PeerObserver, state: StateDirectory, node: Node, num_gathered: int
 ) -> None:
-    """Reports the address, after the invitation of a founder that waits for others."""
+    """Reports the address; a founder that waits for others first reports the invitation."""
     if num_gathered > 1:
         gathering = gathering_of(state, node.identity, num_gathered)
         observer.on_invitation(as_text(gathering.invitation))
@@ -279,7 +280,7 @@ def _tell_how_to_join(
 
 
 def _can_be_dialled(node: Node) -> bool:
-    """Asks other peers to dial this one; False only if some tried and none succeeded."""
+    """Asks other peers to dial this peer. False only if some tried and none succeeded."""
     fault = node.run(dial_fault(node), DIAL_BACK_S)
     if fault:
         logger.warning("nobody can dial this peer, so it communicates through others: %s", fault)

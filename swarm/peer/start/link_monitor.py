@@ -1,4 +1,4 @@
-"""A peer's link: measured, remembered, announced, and compared with the run's need.
+"""A peer's link: its rates are measured, saved, announced, and compared with the run's needs.
 
 Policies: balanced uploads, slow-link exclusion.
 """
@@ -42,13 +42,13 @@ MEASURED_BYTES = 4 * 2**20
 MEASURE_S = 1.5
 """Limit for each peer that is asked."""
 UPLINK_S = 2.5
-"""Limit for an uplink probe. A slow uplink has been full for a second by then."""
+"""Limit for an uplink probe. By then a slow uplink has been full for a second."""
 TRIES = 4
 RETRY_S = 10.0
-"""Members in the middle of a round have little bandwidth left for probes."""
+"""Pause before a second try, since members in a round have little bandwidth left for probes."""
 
 Rates = tuple[float | None, float | None]
-"""Down and up, in Mbit/s; None where nobody answered."""
+"""Download and upload rate in Mbit/s; None if nobody answered."""
 
 
 async def measured_rates(
@@ -56,8 +56,8 @@ async def measured_rates(
 ) -> Rates:
     """The best rates to a few peers that listen, as the rates of this machine's own link.
 
-    Moves up to 4 MiB per peer and direction. Rates known from before count too. The probed peers
-    are drawn at random: otherwise all peers that start a run together would probe the same two.
+    Moves up to 4 MiB per peer and direction. Earlier rates count too. The probed peers are drawn at
+    random, since otherwise all peers that start a run together would probe the same two.
     """
     listening = _listening(node, present)
     best: dict[bool, float | None] = dict(zip((True, False), known, strict=True))
@@ -72,11 +72,12 @@ async def measured_rates(
 
 
 async def measure_full_uplink(node: Node, present: Mapping[PeerId, PeerRecord]) -> None:
-    """Measures this machine's uplink to a few peers, to more while a slow rate is unconfirmed.
+    """Measures this machine's uplink to a few peers, or to more until a slow rate is confirmed.
 
     The best rate counts as one test, even if the measurement is cancelled. The downlink is not
-    measured: that would load the uplinks of these peers, which may be slow. Some peers may not
-    answer in time, or be busy. If only one peer listens, its next reading may confirm its last.
+    measured, since that would load the uplinks of these peers, which may be slow. Some peers may be
+    busy or not answer in time. If only one peer listens, a second reading from that peer may
+    confirm the first.
     """
     listening, lines, rates = _listening(node, present), node.lines, list[float]()
     if len(listening) == 1:
@@ -118,7 +119,7 @@ async def _rate(node: Node, peer: PeerId, *, is_down: bool) -> float | None:
 def verdict_for(
     run: RunConfig, tip: Manifest, present: Mapping[PeerId, PeerRecord], rates: Rates
 ) -> fitness.LinkVerdict:
-    """Judges these rates for one more peer in this run, with the share of time it computes."""
+    """Judges these rates for a further peer in this run, and adds the share of time computing."""
     phase = run.phase_at(tip.tokens)
     num_bytes = cost_of(run, len(tip.members) + 1).bytes_sent_per_peer_per_round
     round_s = run.round.seconds or fitness.training_s(
@@ -155,7 +156,7 @@ async def measured_verdict(
 ) -> fitness.LinkVerdict:
     """Judges this machine's link for a run; a link that looks hopeless is measured again.
 
-    The best rate counts.
+    The better rate counts.
     """
     best: Rates = (None, None)
     for tries_left in reversed(range(TRIES)):
@@ -184,7 +185,7 @@ def require_link(verdict: fitness.LinkVerdict) -> None:
 
 
 VALID_S = 3600.0
-"""A home link changes with the hour, and a machine that was off for longer may have moved."""
+"""Seconds for which a saved measurement is valid: links change with the hour, and machines move."""
 
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -237,16 +238,16 @@ AGAIN_S = VALID_S
 QUIET_TRIES = 5
 """Measurements at idle moments before the next pause."""
 DOUBT = 0.5
-"""The line is tested again if peers take less than this share of the rate that counts."""
+"""The link is tested again if peers receive less than this share of the known rate."""
 DOUBT_AGAIN_S = 600.0
-"""Least time between two such tests: the peers' own links may be slow."""
+"""Least time between two such tests, since the peers' own links may be slow."""
 
 
 async def measure_line(host: Host, run_id: str, members: Collection[PeerId] | None = None) -> None:
-    """Measures the link with members of a run, or with all that gather for one; caps uploads.
+    """Measures the link with members of a run, or with all peers that gather; caps uploads.
 
-    Takes at most `MEASURED_WITHIN_S` and 16 MiB. Nothing is measured if nobody listens there, or
-    if the link is known: a joiner has measured its link, and a recent start may have saved it.
+    Takes at most `MEASURED_WITHIN_S` and 16 MiB. Nothing is measured if nobody listens there. The
+    same holds if the link is known, by a joiner's measurement or from a recent start.
     """
     node = host.node
     try:
@@ -255,7 +256,7 @@ async def measure_line(host: Host, run_id: str, members: Collection[PeerId] | No
                 await _measure_with(node, run_id, members)
     except (SwarmError, TimeoutError) as error:
         logger.info("the link was not measured: %s", str(error) or "no answer in time")
-    if node.traffic.up.mbit is None:  # nobody has set another cap
+    if node.traffic.up.mbit is None:  # no person has set a cap
         hold_uploads(node)
     await _keep(host)
 
@@ -272,7 +273,7 @@ def _recall(host: Host) -> bool:
 
 
 async def _keep(host: Host) -> None:
-    """Saves the link for the next start, without a cap that a person has set."""
+    """Saves the measurement for the next start, but no cap that a person has set."""
     own_cap, traffic = host.config.network.max_upload_mbit, host.node.traffic
     cap = traffic.up.mbit if own_cap is None else None
     lines = host.node.lines
@@ -282,14 +283,14 @@ async def _keep(host: Host) -> None:
 
 
 async def _measure_with(node: Node, run_id: str, members: Collection[PeerId] | None) -> None:
-    """Measures with members only, if the run has any: every key may claim to be in the run."""
+    """Measures with members only, if the run has any, since any key may claim to be in the run."""
     present = await present_peers(node, run_id)
     asked = present if members is None else {p: present[p] for p in present if p in members}
     await measure_full_uplink(node, asked)
 
 
 def hold_uploads(node: Node) -> bool:
-    """Caps uploads below the rate of a slow uplink; returns whether it is known if that is needed.
+    """Caps uploads below the rate of a slow uplink; returns whether the need is known.
 
     Nothing changes while no two measurements agree.
     """
@@ -315,10 +316,10 @@ class LinkMonitor:
     """Measures the link again, at idle moments or when rounds leave this peer out.
 
     There are three reasons. First, several rounds in a row were decided without this peer. In such
-    rounds it sends nothing, and so learns nothing of its link. If other transfers had made the
-    measured rate too low, that rate would exclude the peer for good. Second, the cap is unknown or
-    old; under a cap that a person has set, the last test is more than half a day old. Third, others
-    receive much less than the measured rate.
+    rounds it sends nothing, and so learns nothing about its link. A rate that was measured too low,
+    because of other transfers, would exclude the peer for good. Second, the cap is unknown or old,
+    or a person has set the cap and the last test is more than half a day old. Third, others receive
+    much less than the measured rate.
     """
 
     def __init__(
@@ -331,10 +332,10 @@ class LinkMonitor:
         """Measures nothing yet.
 
         Args:
-            host: this peer's; a cap that a person has set stays.
-            status: the status that it publishes.
-            run_id: of its run.
-            clock: in seconds.
+            host: host of this peer. A cap that a person has set is kept.
+            status: the status that the peer publishes.
+            run_id: id of the run.
+            clock: clock in seconds.
         """
         self._host, self._node = host, host.node
         self._status, self._run_id = status, run_id
@@ -390,7 +391,7 @@ class LinkMonitor:
 
 
 def is_due_again(missed: int, measured_at: int) -> bool:
-    """Whether to measure the link again: some more rounds in a row were decided without the peer.
+    """Whether to measure the link again, after further rounds that were decided without the peer.
 
     Args:
         missed: number of rounds in a row without the peer.

@@ -1,9 +1,8 @@
-"""The monthly quota of bytes: traffic is counted, and the peer warns and leaves in time.
+"""The monthly quota of bytes: counts the traffic, warns, and has the peer leave in time.
 
-A month is a calendar month (UTC), as providers sell it. Both directions count together, as most
-providers count them. All runs of a state directory count together, since they share one link. The
-count is the kernel's, of the node's sockets (`network/wire/upload_rate.py`), with a share for
-headers.
+A month is a calendar month (UTC), as for most providers, which also count both directions together.
+All runs of a state directory count together, since they share one link. The kernel counts the bytes
+of the node's sockets (`network/wire/upload_rate.py`), and a share for headers is added.
 """
 
 from __future__ import annotations
@@ -31,28 +30,28 @@ from swarm.progress import duration
 logger = logging.getLogger(__name__)
 
 OVERHEAD = 1.05
-"""Headers of TCP and IP are 40 of 1,500 bytes, and acknowledgements are half of that in the other
-direction. Retransmissions and encryption take the rest."""
+"""Factor for headers. Those of TCP and IP are 40 of 1,500 bytes, and acknowledgements in the other
+direction are half of that. The rest is for retransmissions and encryption."""
 WARN_AT = (0.5, 0.8, 0.9)
 LOOK_S = 10.0
 MARK_S = 3600.0
 MARKS = 24
-"""Number of marks (a time and its count), `MARK_S` apart. The present rate is the mean since the
-oldest mark."""
+"""Number of marks, each a time with the count then, `MARK_S` apart. The present rate is the mean
+since the oldest mark."""
 END_S = 10.0
-"""Limit of the last count: a disk that does not answer must not keep the peer from ending."""
+"""Limit of the last count, so that a disk that does not answer cannot keep the peer from ending."""
 HINT = "raise --data-quota, or start again when the next month has begun (UTC)"
 
 
 def month_of(time_s: float) -> str:
-    """The calendar month of a moment, such as "2026-11"; later months are larger strings."""
+    """The calendar month of a time, such as "2026-11"; later months are larger strings."""
     return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m")
 
 
 def bytes_moved(traffic: Traffic) -> int:
     """Bytes on the link since the node's start, both directions together, with headers.
 
-    The kernel counts them; without the kernel's count, the node's own is used.
+    Without the kernel's count, the node's own count is used.
     """
     total = traffic.line.total()
     return round((_known_of(traffic) if total is None else total) * OVERHEAD)
@@ -71,7 +70,7 @@ def _known_of(traffic: Traffic) -> int:
 
 
 def bytes_to_leave(run: RunConfig, num_peers: int) -> float:
-    """Bytes that a leaving peer still moves: a round in both directions, and its moments."""
+    """Bytes that a leaving peer still moves: the bytes of a round, both ways, and its moments."""
     round_bytes = 2 * bytes_sent_per_peer_per_round(run, num_peers)
     return OVERHEAD * (round_bytes + handover_bytes(run, num_peers))
 
@@ -85,12 +84,12 @@ def month_after(month: str) -> str:
 class MonthlyCount:
     """Bytes of this month, in a file that outlives the process; a torn file counts as 0.
 
-    A file with a month after the next counts as 0 too: only a wrong clock can have written it.
+    A file with a month after the next counts as 0 too, since a wrong clock must have written it.
 
     Attributes:
         month: see `month_of`.
-        num_bytes: moved in it.
-        left_gb: the quota that made a peer leave this month; 0 if none did.
+        num_bytes: bytes moved in this month.
+        left_gb: the quota with which a peer left this month; 0 if none left.
     """
 
     def __init__(self, path: Path, now_s: float) -> None:
@@ -102,7 +101,7 @@ class MonthlyCount:
             left_gb = float(kept["left_gb"])
         except (OSError, ValueError, KeyError, TypeError):
             return
-        # A clock that is set back begins no new month.
+        # A clock that was set back does not begin a new month.
         if self.month <= month <= month_after(self.month):
             self.month, self.num_bytes, self.left_gb = month, num_bytes, left_gb
 
@@ -122,7 +121,7 @@ class DataQuota:
     """Decides at each count of moved bytes whether to warn or to leave.
 
     Attributes:
-        count: of the month so far.
+        count: moved bytes of the month so far.
         reserve_bytes: kept for leaving in order.
     """
 
@@ -136,11 +135,11 @@ class DataQuota:
         """Begins to count.
 
         Args:
-            count: of the month so far.
-            quota_bytes: of a month.
+            count: moved bytes of the month so far.
+            quota_bytes: quota of a month.
             reserve_bytes: kept for leaving in order.
-            clock: seconds since 1970; by default the clock of records, since a wall clock that
-                jumps would begin a new month.
+            clock: seconds since 1970; by default the clock of records, since a jump of the wall
+                clock could begin a new month.
         """
         self.count, self.reserve_bytes = count, reserve_bytes
         self._quota, self._clock = quota_bytes, clock or dht_clock()
@@ -149,7 +148,7 @@ class DataQuota:
         """Times within the last day, and the bytes moved until then."""
 
     def look(self, moved: int) -> str | None:
-        """Counts traffic, and warns when it passes another share of the quota.
+        """Counts traffic, and warns when the count passes another share of the quota.
 
         Args:
             moved: bytes since this object was made.
@@ -208,7 +207,7 @@ def require_quota(network: NetworkSection, state: StateDirectory) -> None:
 
 
 class QuotaWatch:
-    """Counts a node's traffic and makes the peer leave in time; does nothing without a quota."""
+    """Counts a node's traffic and has the peer leave in time; does nothing without a quota."""
 
     def __init__(
         self,
@@ -244,8 +243,8 @@ class QuotaWatch:
         """Checks the quota before a run's state is fetched.
 
         Args:
-            run: the run to join; the reserve for leaving it is set.
-            num_bytes: of blobs that are to be fetched.
+            run: the run to join; sets the reserve for leaving it.
+            num_bytes: bytes of blobs that are to be fetched.
 
         Raises:
             DataQuotaSpent: these bytes and the reserve exceed the rest of the quota.
@@ -268,5 +267,5 @@ class QuotaWatch:
                 self._stop.ask(DataQuotaSpent(why, hint=HINT))
             try:
                 self._quota.count.write()
-            except OSError as error:  # a full disk: the quota holds, the next look writes the count
+            except OSError as error:  # a full disk; the next look writes the count
                 logger.error("data quota: the count of this month is not on disk: %s", error)

@@ -12,15 +12,15 @@ from swarm.peer.text.run_request import Wanted, explain_difference
 
 
 def require_way_in(wanted: Wanted, addresses: Collection[str], state: StateDirectory) -> None:
-    """Refuses a start if neither options nor state directory say which run is meant.
+    """Refuses a start if neither options nor state directory identify the run.
 
     Args:
-        wanted: the run that is meant.
-        addresses: of peers, as they were given.
+        wanted: the wanted run.
+        addresses: the given addresses of peers.
         state: the state directory.
 
     Raises:
-        ConfigError: nothing says which run is meant.
+        ConfigError: nothing identifies the run.
         StateError: the named run is not on disk; or several runs are, and none is named.
     """
     here, run_id = state.run_ids, wanted.run_id
@@ -50,10 +50,10 @@ def require_way_in(wanted: Wanted, addresses: Collection[str], state: StateDirec
 
 
 def run_on_disk(wanted: Wanted, state: StateDirectory) -> str | None:
-    """The run on disk that is meant; None if none is. The last run is preferred.
+    """The wanted run on disk; None if there is none. The last run is preferred.
 
     Args:
-        wanted: with the run's id, its configuration, or neither, which means the last run.
+        wanted: has the run's id, its configuration, or neither, which means the last run.
         state: the state directory.
     """
     last = wanted.run_id or state.current_run
@@ -68,12 +68,12 @@ def run_on_disk(wanted: Wanted, state: StateDirectory) -> str | None:
 
 
 def is_to_be_founded(wanted: Wanted, state: StateDirectory) -> bool:
-    """Whether a run is founded, unless others at the given addresses are in it already."""
+    """Whether a run would be founded, unless others at the given addresses are in it already."""
     return wanted.run is not None and (wanted.beside_others or run_on_disk(wanted, state) is None)
 
 
 def _fingerprint(directory: RunDirectory) -> str | None:
-    """None if the configuration is damaged: it is restored and compared when the run resumes."""
+    """None if the configuration is damaged; it is restored and compared when the run resumes."""
     try:
         return directory.read_config().fingerprint()
     except errors.CorruptState:
@@ -81,12 +81,12 @@ def _fingerprint(directory: RunDirectory) -> str | None:
 
 
 def require_finished(wanted: Wanted, state: StateDirectory) -> None:
-    """Refuses to found a run while the run on disk is unfinished, as after an edited run file.
+    """Refuses to found a run while another run on disk is unfinished, as after an edited run file.
 
-    Every setting is part of a run, even its number of rounds: other settings are another run.
+    Every setting is part of a run, even its number of rounds, so other settings make another run.
 
     Args:
-        wanted: with the configuration of the run to be founded.
+        wanted: the request, with the configuration of the run to be founded.
         state: the state directory.
 
     Raises:
@@ -131,7 +131,7 @@ def with_way_back(
 
     Args:
         error: raised by the attempt.
-        wanted: the run that is meant; it may name none.
+        wanted: the request, which may name a run.
         begun: the run on disk that was to be joined, if there is one.
         state: the state directory.
     """
@@ -145,9 +145,9 @@ def with_way_back(
 
 
 def path_of_key(given: str | None, state: StateDirectory) -> Path:
-    """Path of the peer's key. A missing key is refused if there are runs on disk.
+    """Path of the peer's key. Refuses a missing key if there are runs on disk.
 
-    Under a new key this peer would be a stranger in these runs: without vote, experts, or the right
+    With a new key this peer would be a stranger in these runs, without vote, experts, or the right
     to invite.
 
     Args:

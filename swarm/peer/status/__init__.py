@@ -1,1 +1,1 @@
-"""A peer's account of itself: log, events, records."""
+"""A peer's reports about itself: log, events, records."""

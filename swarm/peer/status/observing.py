@@ -1,4 +1,4 @@
-"""Events of a peer for its observer: a person's script, the command line, a drill."""
+"""Callbacks with which an observer (a script, a program, a drill) follows a peer."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class RoundReport:
 
     Attributes:
         manifest: the agreed state, with its round, members and owners of experts.
-        stats: of the local steps for it; None when this peer trained nothing for it.
+        stats: figures of the local steps for the manifest; None if this peer took none.
         counted: whether this peer's shared tensors are in the mean.
         wait_s: seconds from the offer until the manifest was applied.
-        reason: for the protocol's decision, in a sentence.
+        reason: reason for the protocol's decision, in a sentence.
     """
 
     manifest: Manifest
@@ -33,25 +33,25 @@ class RoundReport:
 class PeerObserver(RoundObserver):
     """Callbacks of a peer. A subclass overrides those that it needs; the others do nothing.
 
-    The peer waits for each callback, so a callback must be short. An exception in one ends the
-    training. Callbacks run in the thread that calls `Peer.train`, unless their docstring says
+    The peer waits for each callback, so a callback must be short. An exception in a callback ends
+    the training. Callbacks run in the thread that calls `Peer.train`, unless their docstring says
     otherwise.
     """
 
     def on_address(self, address: str) -> None:
-        """The network is up, and others may join at this address; called before any run event."""
+        """The network is up, and others may join at this address; the first callback."""
 
     def on_invitation(self, text: str) -> None:
-        """This peer founds a run with others, which join with this text; before `on_address`."""
+        """This peer founds a run that others join with this text; called before `on_address`."""
 
     def on_notice(self, line: str) -> None:
-        """One sentence about what joiners need, such as the run's text."""
+        """A sentence about something that joiners need, such as the run's text."""
 
     def on_joining(self) -> None:
         """This peer looks for a run to join, as a stranger."""
 
     def on_fetched(self, here: int, total: int) -> None:
-        """So many of the model's bytes have arrived; called in the node's thread while joining."""
+        """So many bytes of the model have arrived; called in the node's thread while joining."""
 
     def on_state(self, state: PeerState) -> None:
         """The peer enters another state, such as training or averaging."""
@@ -60,22 +60,22 @@ class PeerObserver(RoundObserver):
         """A local step was done.
 
         Args:
-            step: its number in the run, from 0, which counts each step of a round once.
+            step: number of the step in the run, from 0, which counts each step of a round once.
             stats: losses (nats per token), gradient norm and tokens of this peer's batch.
         """
 
     def on_saving(self) -> None:
-        """The offered values are stored, and the private state is not durable yet."""
+        """The offered values are stored, but the private state is not durable yet."""
 
     def on_round(self, report: RoundReport) -> None:
-        """A manifest was applied: this peer's model is now the agreed one."""
+        """A manifest was applied: this peer's model is now the agreed model."""
 
     def on_validation(self, round_number: int, val_loss: float, bits_per_byte: float) -> None:
         """This peer measured the state after a round on the held-out text.
 
         Args:
-            round_number: of the round.
-            val_loss: in nats per token.
+            round_number: number of the round.
+            val_loss: the loss in nats per token.
             bits_per_byte: the same loss, comparable between tokenizers.
         """
 

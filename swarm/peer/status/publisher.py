@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 ASK_S = 6.0
 """Limit for the answers of one peer."""
 AGAIN_S = 600.0
-"""Interval between comparisons. At 100 ppm, clocks drift by 0.06 s in it."""
+"""Interval between comparisons. In this time, clocks drift by 0.06 s at 100 ppm."""
 SAY_S = 24 * 3600.0
 """How often the log repeats that a clock is wrong."""
 
@@ -52,7 +52,8 @@ class ClockCheck:
 
         Args:
             node: sends the questions.
-            members: of the run, whose answers count; without members, neighbours are asked.
+            members: gives the members of the run, whose answers count; without members, neighbours
+                are asked.
             time_s: monotonic seconds.
             clock: None for the DHT's clock of this process.
         """
@@ -63,7 +64,7 @@ class ClockCheck:
     async def compare(self) -> None:
         """If due, asks some members for their time and adjusts the clock, or warns.
 
-        It is due at each call until a peer has answered.
+        A comparison is due at each call until a peer has answered.
         """
         now_s = self._time_s()
         if now_s < self._next_s:
@@ -76,7 +77,7 @@ class ClockCheck:
         if not told:
             return
         self._next_s = now_s + AGAIN_S
-        if len(told) >= min(len(members), 2) > 0:  # one of several may be wrong, or lie
+        if len(told) >= min(len(members), 2) > 0:  # a single peer may be wrong, or lie
             self._clock.compare([-ahead_s for ahead_s in told])
         warning = clock_warning(told)
         if warning and now_s - self._said_s >= SAY_S:
@@ -85,7 +86,7 @@ class ClockCheck:
 
 
 def clock_warning(told: Sequence[float]) -> str | None:
-    """A warning about this machine's clock; None if it is near enough to some peer's clock.
+    """A warning about this machine's clock; None if some peer's clock is near enough.
 
     Args:
         told: seconds by which this peer's clock is ahead, for each peer that answered.
@@ -103,7 +104,7 @@ def clock_warning(told: Sequence[float]) -> str | None:
 
 
 async def _ahead_s(node: Node, peer: PeerId, clock: SteadyClock) -> float | None:
-    """Seconds by which the DHT's clock here is ahead of a peer's; None without an answer."""
+    """Seconds by which this DHT clock is ahead of another peer's; None without an answer."""
     try:
         async with asyncio.timeout(ASK_S):
             look = await look_at(node, peer)
@@ -117,8 +118,8 @@ SOONEST_S = 1.0
 """Changes in quick succession share one publication."""
 PUBLISH_DEADLINE_S = 30.0
 THERE_S = 300.0
-"""The publisher reads one presence key per heartbeat, so it sees each peer every few minutes; see
-`PeerDiscovery`."""
+"""How long a peer counts as present after it was seen. The publisher reads one presence key per
+heartbeat, so it sees each peer every few minutes; see `PeerDiscovery`."""
 MAX_THERE = 4096
 """Limit of remembered peers and their rooms."""
 
@@ -145,7 +146,7 @@ class RoomsThere:
 
 
 class Publisher:
-    """Publishes in one named thread. Its records inform people and newcomers and decide nothing."""
+    """Publishes in one named thread. Records inform people and newcomers, and decide nothing."""
 
     def __init__(
         self,
@@ -161,12 +162,11 @@ class Publisher:
         """Publishes nothing yet.
 
         Args:
-            node: of this peer.
+            node: node of this peer.
             status: gives this peer's records.
             run: the run's record, which every member repeats.
             state: remembers addresses.
-            on_present: called with records of some peers of the run at a time; see
-            `PeerDiscovery`.
+            on_present: called with records of some peers of the run at a time; see `PeerDiscovery`.
             beside: run after each publication, for at most `PUBLISH_DEADLINE_S`.
             system: whose clock and threads it uses.
         """
@@ -246,11 +246,11 @@ class Publisher:
 
 
 def announcement(run_id: str, run: RunConfig, manifest: Manifest) -> records.RunRecord:
-    """The run's record, which every member repeats, so that it outlives its founder.
+    """The run's record, which every member repeats, so that it outlives the founder.
 
     Args:
-        run_id: of the run.
-        run: its configuration.
+        run_id: id of the run.
+        run: configuration of the run.
         manifest: manifest 0.
     """
     return records.RunRecord(

@@ -46,7 +46,7 @@ class Moved(BytesMoved):
 
 MAX_LINES = 8
 SAID_ROUNDS = 3
-"""A fault that returns within this many rounds counts as the same one."""
+"""A fault that returns within this many rounds counts as the same fault."""
 _OF_EXPERT = re.compile(r"expert (\d+): (.*)", re.DOTALL)
 
 
@@ -58,10 +58,10 @@ def with_short_names(text: str) -> str:
 def told(reasons: Sequence[str], *, max_lines: int = MAX_LINES) -> list[str]:
     """Sentences of a manifest as lines of a log.
 
-    Experts with the same reason share a line; lines beyond `max_lines` are counted.
+    Experts with the same reason share a line; lines beyond `max_lines` are only counted.
 
     Args:
-        reasons: of the manifest, such as "expert 3: adopted by PEER, load 1/2".
+        reasons: reasons of the manifest, such as "expert 3: adopted by PEER, load 1/2".
         max_lines: at least 1.
     """
     said: dict[str, list[int]] = {}
@@ -88,12 +88,12 @@ def round_line(
     """An applied manifest in one line for people.
 
     Args:
-        manifest: that was applied.
-        rounds: of the whole run.
+        manifest: the applied manifest.
+        rounds: rounds of the whole run.
         loss: mean of this peer's local steps, nats per token; None if it took none.
         held_out: newest held-out loss that this peer measured, nats per token.
-        seconds: since the manifest before.
-        sent_bytes: blobs that this peer has sent in that time.
+        seconds: time since the previous manifest.
+        sent_bytes: bytes of blobs that this peer has sent in that time.
     """
     if manifest.kind is Kind.MERGE:
         return f"merge after round {manifest.round}: similar experts were merged"
@@ -118,7 +118,7 @@ def because(reason: str) -> str:
 
 
 class OwnCauses:
-    """Logs this peer's faults in the monitor's words, once when each begins."""
+    """Logs this peer's faults in the monitor's words, each once when it begins."""
 
     def __init__(self, run: str) -> None:
         """Has logged nothing of this run yet."""
@@ -127,7 +127,7 @@ class OwnCauses:
         self._said: dict[Fault, int] = {}
         """The last round in which each fault was present."""
         self._looked = 0
-        """The round of the previous look; a starved peer skips many."""
+        """The round of the previous check; a peer that is short of CPU time skips many."""
 
     def note(
         self,
@@ -135,16 +135,16 @@ class OwnCauses:
         own: records.PeerRecord,
         tip: Manifest | None,
     ) -> None:
-        """Finds this peer's faults, as a monitor with these records would.
+        """Finds this peer's faults, as a monitor would with these records.
 
         Args:
-            present: records of some peers of the run; those of members are remembered.
-            own: this peer's.
+            present: records of some peers of the run. Records of members are remembered.
+            own: this peer's record.
             tip: the newest manifest here; without one nothing is logged.
         """
         if tip is None:
             return
-        # Records that are minutes old may still miss a peer that has restarted since.
+        # Records may be minutes old, so that they still report a restarted peer as unreached.
         new = {peer: replace(record, link=None) for peer, record in present.items()}
         read = {**self._others, **new}
         self._others = {peer: read[peer] for peer in tip.members if peer in read}
@@ -172,7 +172,7 @@ _REFUSED = re.compile(r"READY from (\S+) (refused: .*)", re.DOTALL)
 
 
 class RoundAccount:
-    """The account of the current round, closed by the manifest that ends it."""
+    """The report on the current round, completed by the manifest that ends the round."""
 
     def __init__(self, me: PeerId) -> None:
         self.me = me
@@ -182,7 +182,7 @@ class RoundAccount:
         self._trouble = ""
 
     def trouble(self) -> str:
-        """The machine's current trouble, which is remembered as the cause of this round's delay."""
+        """The machine's current trouble; it is remembered as the cause of this round's delay."""
         now = records.shortened(awaited(), records.MAX_BRIEF)
         self._trouble = now or self._trouble
         return now
@@ -193,10 +193,10 @@ class RoundAccount:
         """The figures of a training round.
 
         Args:
-            report: of its manifest.
-            seconds: since the manifest before.
-            phases: seconds of each.
-            moved: bytes in it.
+            report: report of the manifest of the round.
+            seconds: time since the previous manifest.
+            phases: seconds of each phase of the round.
+            moved: bytes sent and received in the round.
         """
         reasons = self.reasons_of()
         new = next((k for k, reason in enumerate(reasons) if reason is self._told), -1) + 1
@@ -217,19 +217,19 @@ class RoundAccount:
 def link_figures(
     lines: LinkHealth, fetched_bytes_per_s: float, traffic: Traffic
 ) -> records.LinkFigures:
-    """Known figures of the link; `fetched_bytes_per_s` is 0 where no fetch was long enough.
+    """Known figures of the link; `fetched_bytes_per_s` is 0 if no fetch was long enough.
 
-    A cap that was set counts as the rate unless a lower rate was measured.
+    A cap counts as the rate unless a lower rate was measured.
     """
     down = _least(fetched_bytes_per_s * 8e-6 or lines.down_mbit, traffic.down.mbit)
     return records.LinkFigures(lines.rtt_ms(), down, up_mbit(lines, traffic), lines.unreached())
 
 
 def up_mbit(lines: LinkHealth, traffic: Traffic) -> float | None:
-    """The upload rate of this peer in Mbit/s, or its cap; None if neither is known.
+    """The upload rate of this peer in Mbit/s, at most its cap. None if neither is known.
 
-    Both measured figures are lower bounds: one is from tests, and the other from the bytes that
-    others received since.
+    The rate is the larger of two measured lower bounds: one by tests, one by the bytes that others
+    have received since.
     """
     figures = (lines.tested_mbit, traffic.sent.mbit_since(lines.settled_s))
     measured = max((mbit for mbit in figures if mbit), default=None)
@@ -241,12 +241,12 @@ def _least(*rates: float | None) -> float | None:
 
 
 def why_not_counted(report: RoundReport, me: PeerId, trouble: str = "") -> str:
-    """The reason why a round did not count this peer's work, on its side; "" if it was counted.
+    """The reason, at this peer, why a round did not count its work; "" if it did.
 
     Args:
-        report: of the round's manifest.
+        report: report of the round's manifest.
         me: this peer.
-        trouble: of the machine meanwhile, such as a full disk.
+        trouble: trouble of the machine during the round, such as a full disk.
     """
     manifest, stats = report.manifest, report.stats
     if report.counted or manifest.kind is not Kind.QUORUM:
@@ -268,8 +268,8 @@ def left_out_by(reasons: Iterable[Reason], manifest: Manifest) -> dict[PeerId, s
     """The convener's reasons why members are not in a round's mean; {} at any other peer.
 
     Args:
-        reasons: given by the machine since the manifest before, oldest first.
-        manifest: of the round.
+        reasons: given by the round machine since the previous manifest, oldest first.
+        manifest: manifest of the round.
     """
     out = manifest.members.keys() - set(manifest.contributors)
     found: dict[PeerId, str] = {}

@@ -1,4 +1,4 @@
-"""A peer's account of itself: one log line and one event per round, and its record."""
+"""A peer's report about itself: one log line and one event per round, and its record."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _FORGET_PEAK = "5"
-"""Written to `clear_refs`, this resets the peak of resident memory; see proc(5)."""
+"""Written to `/proc/self/clear_refs`, it resets the peak of resident memory; see proc(5)."""
 STARTING = "starting"
 
 
@@ -47,7 +47,7 @@ class PhaseFigures:
     """Figures of one phase, or of several phases of the same name together.
 
     Attributes:
-        seconds: its duration.
+        seconds: duration of the phase.
         peak_rss_bytes: peak of the resident memory of the whole process, all threads included; 0
             if the system does not give it.
     """
@@ -100,7 +100,7 @@ class PhaseMeter:
             self.begin(outer)
 
     def take(self) -> dict[str, dict[str, float]]:
-        """All phases since the last call, the current one as far as it has come."""
+        """All phases since the last call, including the current one so far."""
         self.begin(self._name)
         found, self._found = self._found, {}
         return {name: asdict(figures) for name, figures in found.items() if figures.seconds > 0}
@@ -124,8 +124,8 @@ class StepProgress:
     """Follows the local steps of each round.
 
     Attributes:
-        tokens_per_s: of the current steps, since the first of them began; None before.
-        loss: mean cross-entropy of the finite losses, nats per token; None before.
+        tokens_per_s: of the current round's steps so far; None before the first.
+        loss: mean cross-entropy of the finite losses, nats per token; None before the first.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class StepProgress:
 
         Args:
             say: called with each progress line.
-            clock: seconds since any moment.
+            clock: clock in seconds.
         """
         self._say, self._clock = say, clock
         self._reporter = Reporter("", "step", clock)
@@ -174,7 +174,7 @@ class StepProgress:
 
 
 def told_workers(stats: LocalStats) -> records.WorkersFigures | None:
-    """Figures of the workers for the record, which are logged too; None without workers."""
+    """Figures of the workers for the record; also logs them. None without workers."""
     found = folded(stats.workers)
     if found is None:
         return None
@@ -185,7 +185,7 @@ def told_workers(stats: LocalStats) -> records.WorkersFigures | None:
 
 
 def workers_event(stats: LocalStats | None) -> dict[str, Any] | None:
-    """Figures of the workers for the event, each worker's included; None without workers."""
+    """Figures of the workers for the event, with those of each worker; None without workers."""
     found = folded(stats.workers) if stats else None
     if stats is None or found is None:
         return None
@@ -195,12 +195,12 @@ def workers_event(stats: LocalStats | None) -> dict[str, Any] | None:
 NO_DIGEST = "0" * 64
 MAX_RECENT = 200
 MAX_COUNTED = 4096
-"""Rounds after which a partition's tokens no longer count as lost."""
+"""A rollback of more rounds than this counts no further tokens as lost."""
 MAX_NORMS = 64
 
 
 class PeerStatus:
-    """Everything about this peer that others can see."""
+    """The status of this peer, as others can see it."""
 
     def __init__(
         self,
@@ -232,9 +232,9 @@ class PeerStatus:
         self.zero_moments = 0
         self.moments_reason = ""
         self.progress = StepProgress(lambda text: self._event("progress", text=text))
-        """Of the current local steps."""
+        """Figures of the current local steps."""
         self.phases = PhaseMeter()
-        """Of the trainer's thread."""
+        """Phases of the trainer's thread."""
         self.account = round_log.RoundAccount(node.peer_id)
         self._state = records.PeerState.STARTING
         self._since_s = time.monotonic()
@@ -246,7 +246,7 @@ class PeerStatus:
         self._grad_norms: tuple[float, ...] = ()
         self.grad_spikes = 0
         self._counted: list[tuple[Code, int]] = []
-        """Own tokens in manifests that were applied and may still be rolled back."""
+        """This peer's tokens in applied manifests that may still be rolled back."""
         self.missed = 0
         """Rounds in a row in which this peer trained and was not counted."""
         self._round_s = time.monotonic()
@@ -275,7 +275,7 @@ class PeerStatus:
         self._event("finished", round=manifest.round, digest=manifest.digest)
 
     def follow(self, tip: Manifest) -> None:
-        """Follows a tip that moves after the end, for example when survivors reform."""
+        """Follows a tip that changes after the end, for example when survivors reform."""
         if self.manifest is None or tip.digest != self.manifest.digest:
             self.manifest = tip
             self.changed.set()
@@ -455,7 +455,7 @@ class PeerStatus:
         return found.val_loss if found and found.round >= round_ - 1 else None
 
     def _follow_chain(self, report: RoundReport) -> None:
-        """Counts tokens as lost that were counted on a chain that lost."""
+        """Counts tokens as lost whose manifests gave way to another chain."""
         code = report.manifest.code
         kept = [own for own in self._counted if is_ancestor(own[0], code)]
         if len(kept) < len(self._counted):
@@ -469,7 +469,7 @@ class PeerStatus:
         if report.counted:
             self.missed = 0
         if report.counted or not report.stats or not report.stats.tokens:
-            return  # catching up applies several rounds but trains for one
+            return  # a peer that catches up applies several rounds but trains for one
         self.missed += 1
         if self.run.round.seconds:
             return  # the steps fit the round, so fewer steps would not help

@@ -1,1 +1,1 @@
-"""A run's text, tokenizer and initial weights, as one peer has them."""
+"""A run's text, tokenizer and initial weights at one peer."""

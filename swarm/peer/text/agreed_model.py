@@ -41,7 +41,7 @@ class Agreed:
     layout: Layout
 
     def read(self, digest: Digest) -> Read:
-        """A reader of an agreed value's bytes; it raises BlobGone once they are no longer here."""
+        """A reader of an agreed value's bytes; raises BlobGone once these are no longer here."""
         return blob_store.reader(self.store, digest)
 
     def delta(self, digest: Digest) -> Delta:
@@ -55,8 +55,8 @@ class Agreed:
         """Keeps the blobs with these digests while the context lasts.
 
         Args:
-            digests: of required blobs.
-            hoped: of optional blobs; yields those that are missing.
+            digests: digests of required blobs.
+            hoped: digests of optional blobs; the context yields those that are missing.
 
         Raises:
             BlobGone: a required blob is missing.
@@ -84,8 +84,8 @@ class Agreed:
     def lent(self, digest: Digest, unit: Unit) -> dict[str, Tensor] | None:
         """The tensors of an expert, mapped from the file of its blob; None if it is in no file.
 
-        They are read-only, and keep their values when the blob is collected. The blob's pack stays
-        on the disk while one of them is alive.
+        The tensors are read-only, and keep their values when the blob is deleted. The blob's pack
+        stays on the disk as long as one of the tensors lives.
         """
         file, layout = self.store.file_of(digest), self.layout.by_unit[unit]
         if file is None:
@@ -128,9 +128,9 @@ class AgreedModel:
 def named_tensors(
     layout: Layout, manifest: Manifest, store: blob_store.BlobStore
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the model in its agreed dtype, each as soon as its last part is read.
+    """Every tensor of the model in its agreed dtype, each once its last part is read.
 
-    Memory: a chunk and one tensor, whose elements may be in two parts.
+    Needs memory for a chunk and one tensor, whose elements may be in two parts.
 
     Raises:
         CorruptState: a blob is missing.
@@ -160,11 +160,11 @@ def open_state(path: Path, run_id: str | None = None) -> tuple[StateDirectory, A
 
     Args:
         path: the peer's state directory.
-        run_id: the wanted run; None for the one that the peer was in last.
+        run_id: id of the wanted run. None for the run that the peer was in last.
 
     Raises:
         StateError: there is no run in the directory.
-        StateLocked: its peer is running.
+        StateLocked: the peer of the directory is running.
         CorruptState: the run's configuration cannot be read.
     """
     if not path.expanduser().is_dir():
@@ -196,8 +196,8 @@ def initial_contents(
 ) -> Iterator[tuple[Unit, Content]]:
     """The value of every unit before the first step, by the run's seed or from given weights.
 
-    Memory: one tensor and a chunk. A tensor that is cut over several units is made once if its
-    parts are read in order.
+    Needs memory for one tensor and a chunk. A tensor that is cut over several units is made once if
+    its parts are read in order.
 
     Raises:
         ConfigError: raised by reading a content: a given tensor has another shape.
@@ -219,9 +219,9 @@ def initial_contents(
 def recompute_initial(
     manifest: Manifest, run: RunConfig, layout: Layout, store: blob_store.BlobStore
 ) -> None:
-    """Computes values that nobody has trained yet, instead of fetching them.
+    """Computes the values before the first step, instead of fetching them.
 
-    Computes none if the run was founded on given weights, which only members have.
+    Does nothing if the run was founded on given weights, which only members have.
     """
     if run.run.initial == "given":
         return
@@ -244,8 +244,8 @@ def held_out_text(model: AgreedModel) -> list[str]:
     """The founder's held-out documents.
 
     Raises:
-        DataError: the run's tokenizer does not reproduce the tokens and the number of bytes of
-            the text, so the text is unknown. Some tokenizers change a text, for example its case.
+        DataError: the run's tokenizer does not reproduce the tokens and the number of bytes, so the
+            text cannot be recovered. Some tokenizers change a text, for example its case.
         TokenizerError: the tokenizer cannot run here.
         BadBlob: the tokens are outside the run's vocabulary.
     """
@@ -273,7 +273,7 @@ def held_out_text(model: AgreedModel) -> list[str]:
 def held_out_tokens(
     manifest: Manifest, run: RunConfig, store: blob_store.BlobStore
 ) -> tuple[NDArray[np.int64], int, int]:
-    """Tokens of the founder's held-out documents, the token that closes each, the text's bytes.
+    """Tokens of the founder's held-out documents, the token that closes each, and the text's size.
 
     Raises:
         BadBlob: a token is outside this run's vocabulary.

@@ -1,6 +1,6 @@
-"""The run that a person wants to enter, and whether that run and this peer agree.
+"""The run that a person wants to enter, and checks that the run and this peer agree.
 
-They agree on the requested settings, on the text, and on admission.
+The checks compare the requested settings, the text, and the admission.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def require_no_other(wanted: RunConfig, there: Iterable[tuple[str, RunConfig]]) 
         there: id and configuration of each run at the given addresses.
 
     Raises:
-        RunMismatch: there is one; the message names its difference from the file.
+        RunMismatch: there is a run. The message names its differences from the file.
     """
     for name, running in there:
         raise RunMismatch(
@@ -50,14 +50,14 @@ def require_no_other(wanted: RunConfig, there: Iterable[tuple[str, RunConfig]]) 
 
 
 def require_no_founder(wanted: RunConfig, preparing: Mapping[PeerId, str]) -> None:
-    """Refuses to found a run if a peer at the given addresses founds another one.
+    """Refuses to found a run if a peer at the given addresses founds another run.
 
     Args:
         wanted: the configuration of the run to be founded.
-        preparing: peers that found a run there, and its fingerprint.
+        preparing: peers there that found a run, with the run's fingerprint.
 
     Raises:
-        RunMismatch: one of them founds another run.
+        RunMismatch: a peer there founds another run.
     """
     for peer, fingerprint in preparing.items():
         if fingerprint != wanted.fingerprint():
@@ -67,7 +67,7 @@ def require_no_founder(wanted: RunConfig, preparing: Mapping[PeerId, str]) -> No
 
 
 def require_settings(run: RunConfig, overrides: Mapping[str, object]) -> None:
-    """Refuses `--rounds` and `--set` of a joiner unless they equal the run's settings.
+    """Refuses a joiner's `--rounds` and `--set` if they differ from the run's settings.
 
     Raises:
         RunMismatch: names every difference.
@@ -98,7 +98,7 @@ def require_closed_founding(run: RunConfig, *, is_open: bool) -> None:
 def require_admission(
     run_id: str, run: RunConfig, tip: Manifest, me: PeerId, credential: Credential | None
 ) -> None:
-    """Refuses to join a run that would not admit this peer, or not with this credential.
+    """Refuses to join a run that would not admit this peer, or would refuse its credential.
 
     Raises:
         InvitationError: the invitation is missing, expired, used up, of another run, or not issued
@@ -120,19 +120,19 @@ def require_admission(
 
 
 SHARDS = ", or the founder's shards, if it made some with swarm-data tokenize"
-"""Added if both texts have one name: shards have their text's name, whatever their options were."""
+"""Added if both texts have the same name, as shards of one text have, whatever their options."""
 
 
 def require_text(needed: Text, have: Text, root: Path) -> None:
-    """Refuses a machine's text unless it is the run's; only names may differ.
+    """Refuses a machine's text if it differs from the run's; only names may differ.
 
     Args:
-        needed: by manifest 0.
-        have: of this machine.
+        needed: the text in manifest 0.
+        have: the text of this machine.
         root: the folder of the text.
 
     Raises:
-        TextMismatch: names both, with digests and sizes.
+        TextMismatch: the texts differ; the message has both, with digests and sizes.
         BadManifest: the digests are equal, and other fields of the run's text differ.
     """
     if replace(have, name=needed.name) == needed:
@@ -160,7 +160,7 @@ def missing_text(needed: Text, problem: str) -> TextMismatch:
 
 
 def joiners_need(text: Text | None) -> str:
-    """A sentence that names the text that a joiner must have; None: each peer has its own."""
+    """A sentence that names the text that a joiner needs; None: each peer has its own text."""
     if text is None:
         return "In this run every peer trains on its own text: joiners name theirs, --corpus FOLDER"
     if text.name.startswith(STANDARD_LIBRARY):
@@ -199,18 +199,18 @@ def _flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which run a person means.
+    """The run that a person wants.
 
     Attributes:
-        run: the configuration that it must have; None accepts any.
-        run_id: its id, if several runs are announced or on disk.
-        settings: `section.field` -> value that it must have, if `run` is not given.
+        run: the required configuration; None accepts any.
+        run_id: id of the wanted run, if several runs are announced or on disk.
+        settings: required values, by `section.field`, if `run` is not given.
         invitation: the invitation with which this peer asks to join.
-        beside_others: whether `run` may be founded in addition to another run: one at the given
-            addresses, or an unfinished one in the state directory.
-        vouched: the head for which the person vouches (`--tip`); None for manifest 0.
-        tokenizer: folder with the tokenizer.json that a founder gives its run, or that the run of a
-            joiner must have; None if tokens are bytes, or if a joiner accepts the run's tokenizer.
+        beside_others: whether `run` may be founded although there is another run, at the given
+            addresses or unfinished in the state directory.
+        vouched: the head that the person trusts (`--tip`); None for manifest 0.
+        tokenizer: folder with the tokenizer.json that a founder gives its run, or that a joiner's
+            run must have. None if tokens are bytes, or if a joiner accepts any tokenizer.
         initialise_from: checkpoint folder with the weights that a founder gives its run; ignored
             when a run is joined or resumed.
     """

@@ -1,4 +1,4 @@
-"""The founder's tokenizer and weights for a run, if these do not follow from its seed."""
+"""The founder's tokenizer and initial weights of a run, if they do not follow from the seed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def founders_tokenizer(run: RunConfig, folder: Path | None) -> Tokenizer:
     """The tokenizer that a founder gives its run.
 
     Raises:
-        ConfigError: the run wants a tokenizer file and none was named; or the run uses bytes and a
-            file was named; or the run's vocabulary is too small.
+        ConfigError: the run needs a tokenizer file, but none was named; or the run uses bytes, but
+            a file was named; or the run's vocabulary is too small.
         TokenizerError: the named file is no tokenizer, or cannot run here.
     """
     if run.data.tokenizer == "byte" and folder is not None:
@@ -44,15 +44,15 @@ def founders_tokenizer(run: RunConfig, folder: Path | None) -> Tokenizer:
 def founders_weights(
     run: RunConfig, folder: Path | None, weights: Mapping[str, Tensor] | None = None
 ) -> Mapping[str, Tensor] | None:
-    """The weights that a founder gives its run; None for those of the run's seed.
+    """The weights that a founder gives its run; None for weights from the run's seed.
 
     Args:
         run: the run to be founded.
         folder: the checkpoint that a person named, if any.
-        weights: from a script, in place of a checkpoint.
+        weights: weights from a script, in place of a checkpoint.
 
     Raises:
-        ConfigError: the run wants given weights and there are none, or the reverse; or a tensor is
+        ConfigError: the run needs given weights and there are none, or the reverse; or a tensor is
             missing; or the checkpoint is of another model, see `open_checkpoint`.
         CorruptState: the checkpoint is damaged.
     """

@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 
 
 FETCH_S = 600.0
-"""Long enough for tokenizers of tens of megabytes."""
+"""Limit of the fetch; long enough for tokenizers of tens of megabytes."""
 
 
 def require_kind(run: RunConfig, file: TokenizerFile | None) -> None:
-    """Refuses a run whose manifest and configuration contradict each other on the tokenizer.
+    """Refuses a run whose manifest and configuration contradict each other about the tokenizer.
 
     Raises:
         BadManifest: reason `manifest_tokenizer`.
@@ -80,15 +80,15 @@ def given_tokenizer(
     """The tokenizer that a run gives its joiners.
 
     Args:
-        run: its configuration.
-        file: its entry in manifest 0; None for bytes.
-        content: of the file.
+        run: configuration of the run.
+        file: the tokenizer's entry in manifest 0. None for bytes.
+        content: content of the file.
         asked: the tokenizer that a person named here, if any.
 
     Raises:
         BadBlob: the file is no tokenizer, or has more ids than the model.
-        TokenizerError: it cannot run here.
-        RunMismatch: it is not the one that was named.
+        TokenizerError: the tokenizer cannot run here.
+        RunMismatch: it is not the tokenizer that the person named.
     """
     tokenizer: Tokenizer = BYTE
     if file is not None and content is not None:
@@ -110,7 +110,7 @@ def tokenizer_of(manifest: Manifest, store: BlobStore) -> Tokenizer:
     """The tokenizer of a run whose blobs are here; does not need the package tokenizers.
 
     Raises:
-        CorruptState: its file is missing.
+        CorruptState: the file of the tokenizer is missing.
         TokenizerError: the file is no tokenizer.
     """
     file = manifest.founding.tokenizer
@@ -138,7 +138,7 @@ class FoundText:
 
 
 class RunText:
-    """The text that a peer trains on, provided only once it is known to be the run's text.
+    """The text on which a peer trains, available only once it is known to be the run's text.
 
     Attributes:
         folder: absolute path of the text; None for the standard library.
@@ -158,7 +158,7 @@ class RunText:
         Args:
             given: folder that a person named, if any.
             cache: folder of cached tokens.
-            say: called once, with a sentence that names the text that joiners need.
+            say: called once, with a sentence about the text that joiners need.
             follow_links: see `swarm.data.corpus.folder_corpus`.
             list_skipped: whether the log names all files that are not read.
         """
@@ -172,7 +172,7 @@ class RunText:
 
     @property
     def shards(self) -> Shards:
-        """The tokens to train on, known to be the run's."""
+        """The tokens to train on, once they are known to be the run's."""
         assert self._shards is not None, "neither found nor required"
         return self._shards
 
@@ -180,7 +180,7 @@ class RunText:
         """The text that a founder gives its run.
 
         Raises:
-            DataError: it is missing, unusable or too small.
+            DataError: the text is missing, unusable or too small.
         """
         corpus = corpus_of(run, self.folder, follow_links=self._follow_links)
         shards = self._open(corpus, tokenizer)
@@ -199,18 +199,19 @@ class RunText:
     def require(
         self, run: RunConfig, tokenizer: Tokenizer, needed: Text | None, remembered: str | None
     ) -> None:
-        """Opens this machine's text, which must be the one that a run needs.
+        """Opens this machine's text, which must be the run's text.
 
         Args:
-            run: its configuration.
-            tokenizer: the run's.
-            needed: its text; None where every peer has its own.
-            remembered: earlier folder of the text; a folder that the person named has precedence.
+            run: configuration of the run.
+            tokenizer: tokenizer of the run.
+            needed: the run's text; None if every peer has its own.
+            remembered: the text's folder at an earlier start; a folder that the person named has
+                precedence.
 
         Raises:
-            TextMismatch: this machine has another text, or none; the message names the needed one.
+            TextMismatch: this machine has another text, or none. The message names the needed text.
             DataError: every peer of the run has its own text, and this machine has none.
-            BadManifest: the run has a common text and does not name it.
+            BadManifest: the run has a common text, but does not name it.
         """
         if (needed is None) != (run.data.mode == "own"):
             raise errors.BadManifest(
@@ -254,8 +255,8 @@ def corpus_of(
     """The files in a folder, the shards that `swarm-data tokenize` made, or the standard library.
 
     Raises:
-        DataError: they are missing, have another mixture than the run's, or every peer of the run
-            has its own text and no folder was named.
+        DataError: they are missing, or have another mixture than the run's; or every peer of the
+            run has its own text, and no folder was named.
     """
     if run.data.mode == "own" and folder is None:
         raise errors.DataError(

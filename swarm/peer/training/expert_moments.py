@@ -1,8 +1,9 @@
 """Adam moments of experts that change owners, between the engine and other peers.
 
 When a manifest is adopted, an owner offers the moments of each expert for which the manifest names
-new owners. A new owner trains at once, and adds the moments when they arrive. That is exact: after
-t updates with decay beta, moments equal those grown from zeros plus beta^t times the missing ones.
+new owners. A new owner trains at once, and adds the moments when they arrive. The sum is exact:
+after t updates with decay beta, moments are those grown from zeros plus beta^t times the moments
+that were missing.
 """
 
 from __future__ import annotations
@@ -30,23 +31,25 @@ from swarm.train.engine.muon import MOMENTUM_DECAY
 logger = logging.getLogger(__name__)
 
 TOGETHER = 2
-"""Experts that a leaver hands over at a time: more copies might have no time left to arrive."""
+"""How many experts a leaver hands over at a time; more at once might all be unfinished at its
+end."""
 
 
 class ExpertMoments:
-    """The trainer's part of handing moments over; only the trainer's thread calls this."""
+    """The trainer's side of the moment hand-over; only the trainer's thread may call it."""
 
     def __init__(self, model: LiveModel, exchange: MomentsExchange, status: PeerStatus) -> None:
         self.model, self.exchange, self.status = model, exchange, status
         self.before_change: Callable[[], None] = lambda: None
-        """Called before moments of the engine change: another thread may be reading them."""
+        """Called before moments of the engine change, because another thread may be reading
+        them."""
         self._out: list[handover.Moments] = []
         """All moments that were offered so far."""
         self._leaving: dict[int, tuple[PeerId, ...]] = {}
         """Experts whose moments a leaver has still to offer, with their new owners."""
         self._leaving_round = 0
         self._steps: dict[int, int] = {}
-        """Expert whose moments are awaited -> its updates since this peer took it up."""
+        """For each expert with awaited moments, its updates since this peer took it up."""
 
     # ------------------------------------------------ giving
 
@@ -58,17 +61,17 @@ class ExpertMoments:
             self._give(expert, number, peers)
 
     def leave(self, adopted: Manifest, tip: Manifest) -> None:
-        """Notes the experts that a tip without this peer gives to others, to be handed over.
+        """Notes the experts to hand over: those that a tip without this peer gives to others.
 
         Args:
-            adopted: the manifest that the engine is at.
-            tip: the newest.
+            adopted: the manifest that the engine has adopted.
+            tip: the newest manifest.
         """
         self._leaving = handover.handed_over(self.model.me, adopted, tip)
         self._leaving_round = handover.handover_round(self.model.me, adopted, tip)
 
     def hand_over(self) -> None:
-        """Offers the next experts of a leaver, a few at a time, as earlier ones arrive."""
+        """Offers the next few experts of a leaver whenever earlier ones have arrived."""
         under_way = sum(map(self.exchange.is_waited_for, self._out))
         while self._leaving and under_way < TOGETHER:
             expert, peers = self._leaving.popitem()
@@ -76,11 +79,11 @@ class ExpertMoments:
             under_way += 1
 
     def all_handed_over(self) -> bool:
-        """Whether all needed moments are confirmed to have arrived, or were given up."""
+        """Whether all needed moments have arrived, as confirmed, or were given up."""
         return not self._leaving and not any(map(self.exchange.is_waited_for, self._out))
 
     def summary(self) -> str:
-        """The moments that were handed over, in a sentence."""
+        """A sentence about the moments that were handed over."""
         wanted = {moments.expert for moments in self._out} | self._leaving.keys()
         if not wanted:
             return "no moments were handed over"
@@ -91,18 +94,18 @@ class ExpertMoments:
         return f"{said}; no time for {rest / 1e9:.1f} GB more (--leave-timeout gives more time)"
 
     def _layout(self, expert: int) -> UnitLayout:
-        """Layout of an expert's moments blob. It contains masters if the wire rounds them.
+        """Layout of an expert's moments blob, which contains masters if the wire rounds values.
 
-        If experts move by deltas, it contains none. A master then differs from the agreed value by
-        a coding's error, and a new owner could not tell whose error that is. So the error is lost
-        with the owner.
+        If experts move by deltas, the blob contains no masters. A master then differs from the
+        agreed value by the error of a coding. A new owner could not tell which peer's error it is,
+        so the error is lost.
         """
         wire = self.model.run.wire
         with_master = wire.experts != "fp32" and wire.experts_coding == "none"
         return handover.moments_layout(self.model.agreed.layout, expert, with_master=with_master)
 
     def _give(self, expert: int, number: int, peers: tuple[PeerId, ...]) -> None:
-        """Offers an expert's moments, unless the disk refuses them: nothing depends on them."""
+        """Offers an expert's moments, unless the disk fails; nothing depends on them."""
         if expert not in self.model.bases:
             return
         content = encoded(self._layout(expert), cut_from(self._read))
@@ -128,7 +131,7 @@ class ExpertMoments:
     # ------------------------------------------------ taking
 
     def adopted(self, adoption: Adoption, previous: Manifest, manifest: Manifest) -> None:
-        """Requests the moments of experts taken up here; drops requests of those that left."""
+        """Requests the moments of new experts of this peer; drops requests for former ones."""
         taken = [
             expert
             for expert, decision in adoption.experts.items()
@@ -141,7 +144,7 @@ class ExpertMoments:
         self.exchange.take_up(taken, previous, manifest)
 
     def on_step(self, *, skipped: bool) -> None:
-        """A local step was done: adds moments that have arrived meanwhile."""
+        """After a local step: adds moments that have arrived meanwhile."""
         if not skipped:
             self._steps = {expert: steps + 1 for expert, steps in self._steps.items()}
         self.install()
@@ -160,7 +163,7 @@ class ExpertMoments:
                 self.exchange.taken(arrival)
 
     def _add(self, arrival: Arrival, steps: int) -> None:
-        """Adds moments tensor by tensor: at most three tensors are in memory, in fp32."""
+        """Adds moments tensor by tensor, with at most three fp32 tensors in memory."""
         expert, moments = arrival.expert, arrival.moments
         if moments is None:
             self.status.took_moments(expert, None, arrival.reason)
@@ -194,7 +197,7 @@ class ExpertMoments:
         self.status.took_moments(expert, moments, reason)
 
     def _aged(self, tensor: str, came: Mapping[str, Tensor], steps: int) -> Mapping[str, Tensor]:
-        """The engine's moments plus the arrived ones, decayed by this number of updates."""
+        """The engine's moments plus the arrived ones, which are decayed by `steps` updates."""
         if not steps:
             return came
         first, second = self.model.run.optimizer.betas
@@ -205,7 +208,7 @@ class ExpertMoments:
         return aged
 
     def _add_master(self, expert: int, masters: Callable[[Slice], Tensor]) -> bool:
-        """Adds the part that the wire rounded off, if the masters round to the agreed value."""
+        """Adds the part that the wire rounded off, if these masters round to the agreed value."""
         model, layout = self.model, self.model.agreed.layout.by_unit[expert_unit(expert)]
         base = model.bases[expert]
         if digest_of_chunks(encoded(layout, masters)) != base:
@@ -221,5 +224,5 @@ class ExpertMoments:
 
 
 def _master(part: Slice) -> Slice:
-    """The place of consecutive elements of the masters in a moments blob."""
+    """Where a moments blob has these elements of the masters."""
     return Slice(f"{handover.MASTER}.{part.name}", part.start, part.stop)

@@ -21,7 +21,7 @@ POLL_S = 0.2
 SERVE_LOOK_S = 0.5
 MAX_SERVING_S = 86_400.0
 COURTESY_S = 30.0
-"""Longest wait for the manifest without this peer, once nothing is left to hand over."""
+"""Longest wait for the manifest without this peer, once there is nothing left to hand over."""
 
 
 class Stopped(Exception):
@@ -36,7 +36,7 @@ class StopAsked(Exception):
 
 
 class Stop:
-    """The request that a peer leaves, from any thread or a signal handler, and its time limit."""
+    """The request to leave, from any thread or a signal handler, with its time limit."""
 
     def __init__(self, leave_timeout_s: float) -> None:
         self.leave_timeout_s = leave_timeout_s
@@ -48,9 +48,9 @@ class Stop:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Marks long work before a run, such as reading a text, whose result a stop would lose.
+        """Marks long work before a run, such as reading a text, that a stop may interrupt.
 
-        A signal that asks to stop may interrupt this work, if the main thread does it.
+        A signal that asks to stop interrupts this work if the main thread does it.
 
         Raises:
             Stopped: this peer was asked to stop before the work, or by a signal during it.
@@ -89,14 +89,14 @@ class Stop:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds until a peer that was asked to stop leaves, even with work undone."""
+        """Seconds until a peer that was asked to stop leaves, even if its work is unfinished."""
         return max(self._asked_s + self.leave_timeout_s - time.monotonic(), 0.0)
 
     def lacks_time(self, steps_left: int, step_s: float) -> bool:
         """Whether a peer that was asked to stop cannot finish its round; logs the reason.
 
         Args:
-            steps_left: of the round.
+            steps_left: steps left in the round.
             step_s: mean seconds of a step so far; 0 before the first.
         """
         if not self():
@@ -110,13 +110,13 @@ class Stop:
 def serving(stop: Stop, sent: Callable[[], int], seconds: float) -> Iterator[None]:
     """Yields twice a second while a finished peer still serves others, a day at most.
 
-    Only a quorum has the last round at first, and over slow links the others may need hours to
-    fetch it. If all peers that have it left, the others would train that round again as a new
+    At first only a quorum has the last round, and over slow links the others may need hours to
+    fetch it. If all peers that have the round left, the others would train it again as a new
     generation.
 
     Args:
         stop: ends the serving.
-        sent: how many bytes of blobs others have fetched so far.
+        sent: returns how many bytes of blobs others have fetched so far.
         seconds: the serving ends this long after the last fetch.
     """
     last_s = began_s = time.monotonic()
@@ -132,12 +132,12 @@ def serving(stop: Stop, sent: Callable[[], int], seconds: float) -> Iterator[Non
 def leave(driver: RoundDriver, moments: ExpertMoments, adopted: Manifest, stop: Stop) -> str:
     """Leaves the run and hands experts over; returns the outcome in a sentence.
 
-    The masters are agreed values already, or travel with the moments. The manifest without this
-    peer names new owners, which ask for the moments and fetch them.
+    The masters either are agreed values already, or travel with the moments. The manifest without
+    this peer names new owners, which request the moments and fetch them.
 
     Args:
-        driver: of the rounds.
-        moments: of the experts.
+        driver: driver of the rounds.
+        moments: moments of the experts.
         adopted: the manifest that the engine is at.
         stop: limits the total time.
     """

@@ -1,4 +1,4 @@
-"""The live model of one peer, and its way to and from the agreed blobs."""
+"""The live model of one peer, and the transfer of values between engine and agreed blobs."""
 
 from __future__ import annotations
 
@@ -44,20 +44,21 @@ def put_aside(
     threads: UnitThreads,
     patiently: Patiently,
 ) -> Iterator[None]:
-    """Puts the agreed values of these units into the engine for the duration of the block.
+    """Has the agreed values of these units in the engine while the block runs.
 
     Args:
         engine: trains them.
-        store: keeps their local progress meanwhile, in fp32.
-        layout: of the run.
-        units: with values in the engine that are not the agreed ones.
+        store: keeps the local progress of the units in the meantime, in fp32.
+        layout: layout of the run.
+        units: whose values in the engine differ from the agreed ones.
         begin_anew: gives the engine the agreed value of a unit.
         threads: threads that do this work.
-        patiently: writes progress into the store, and tries again after errors that may pass.
+        patiently: calls the function that writes progress into the store, again after temporary
+            errors.
 
     Raises:
-        StateError: progress could not be written, and the engine still has all of it; or progress
-            could not be read again, and the engine is unusable.
+        StateError: progress could not be written, and the engine is unchanged; or progress could
+            not be read again, and the engine is unusable.
     """
     aside: dict[Unit, Digest] = {}
     elements = sum(layout.by_unit[unit].num_elements for unit in units)
@@ -79,7 +80,7 @@ def put_aside(
 
 
 def _in_fp32(layout: UnitLayout) -> UnitLayout:
-    """The same elements as fp32, the type of their masters."""
+    """The layout with the same elements in fp32, the type of the masters."""
     num_bytes = layout.num_elements * ELEMENT_BYTES["fp32"]
     return replace(layout, codec="fp32", num_bytes=num_bytes)
 
@@ -90,8 +91,8 @@ def merge_blobs(
     """The merged experts of a manifest whose merge is due, and their donors.
 
     Donors are found first. The experts' contents are read and computed on demand, a chunk at a
-    time. While donors are looked for, chunks of all experts are in memory in fp64; after that, 16
-    bytes for each of `CHUNK_ELEMENTS` and the chunk's encoded form. See `swarm.model.merge`.
+    time. The search for donors needs memory for chunks of all experts in fp64. After that, 16 bytes
+    for each of `CHUNK_ELEMENTS` and the chunk's encoded form are needed. See `swarm.model.merge`.
 
     Raises:
         BlobGone: the manifest is no longer the newest. Reading the contents may raise it too.
@@ -113,19 +114,19 @@ def merge_blobs(
 Result = TypeVar("Result")
 
 _FOLLOWING = (Action.CORRECTED, Action.CARRIED)
-"""Local progress is kept, and moves along with the agreed value."""
+"""Actions that keep local progress, which moves with the agreed value."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """How the live value of a unit moves towards the agreed one.
+    """How the live value of a unit moves towards the agreed value.
 
     Attributes:
         after: the agreed value.
         before: the value from which progress is measured; None if there is no progress to keep.
         counted: this peer's delta that the agreed value already contains.
-        is_jump: True adds progress to the agreed value, as `rebase` does. False moves the live
-            value as the agreed one moved, as `follow` does.
+        is_jump: True adds progress to the agreed value, like `rebase`. False moves the live value
+            as the agreed value moved, like `follow`.
     """
 
     after: Digest
@@ -142,7 +143,7 @@ class Move:
 def moves_to(
     manifest: Manifest, decision: Adoption, layout: Layout, before: Manifest | None
 ) -> dict[Unit, Move]:
-    """The moves of units that are trained here, except units that stay as they are; see `adopt`."""
+    """The moves of units that this peer trains, without unchanged units; see `adopt`."""
     chosen = {expert_unit(e): (d.action, d.rebase_from) for e, d in decision.experts.items()}
     for unit in _shared_units(layout):
         if unit not in decision.kept_parts:
@@ -163,12 +164,12 @@ def moves_to(
 def _followed(
     manifest: Manifest, layout: UnitLayout, before: Manifest | None, offered: Digest | None
 ) -> Move | None:
-    """The move of the agreed value, if it moved, without this unit's own contribution.
+    """The move of the agreed value, if it moved, minus this peer's own contribution.
 
     Policy: carried steps.
 
-    With deltas, the contribution is the offered delta. Where values are offered, it is the
-    difference between the offered and the previous value.
+    With deltas, the contribution is the offered delta. If values are offered, the contribution is
+    the difference between the offered and the previous value.
     """
     entry = manifest.entries[layout.unit]
     is_known = before is not None and before.digest != manifest.digest
@@ -181,7 +182,7 @@ def _followed(
 
 
 class LiveModel:
-    """The model that one peer trains, and where its values came from."""
+    """The model that one peer trains, and the origins of its values."""
 
     def __init__(
         self,
@@ -194,9 +195,9 @@ class LiveModel:
         self.me, self.run, self.engine, self.agreed = me, run, engine, agreed
         self.threads, self._parts = threads, OneAtATime(engine)
         self.bases: dict[int, Digest] = {}
-        """For each owned expert, the agreed value that its local progress started from."""
+        """For each owned expert, the agreed value from which its local progress started."""
         self.held: dict[Unit, Digest] = {}
-        """For each unit that is frozen here or was just adopted, the value in the engine."""
+        """Digest of the value in the engine, for each unit that is frozen or was just adopted."""
         self.local_parts: frozenset[Unit] = frozenset()
         """Parts of the shared tensors whose values in the engine differ from the agreed ones."""
         self._offered: list[Digest] = []
@@ -211,7 +212,7 @@ class LiveModel:
         return encoded(self.agreed.layout.by_unit[unit], self._parts.read_part)
 
     def difference(self, unit: Unit, base: Digest) -> Content:
-        """The difference between a unit trained here and its agreed value, as a delta."""
+        """The delta from the agreed value of a unit to its trained value."""
         return difference(self._parts, self.agreed.layout.by_unit[unit], self.agreed.read(base))
 
     def guarded(self, unit: Unit, value: Content, bound: UpdateBound) -> Content:
@@ -223,7 +224,7 @@ class LiveModel:
         return guarded(layout, value, base, absolute=bound.absolute, relative=bound.relative)
 
     def begin_anew(self, tip: Manifest, unit: Unit) -> None:
-        """Restarts a unit that is trained here from its agreed value; its progress is lost."""
+        """Restarts a trained unit from its agreed value; its progress is lost."""
         self._move(unit, Move(tip.entries[unit].digest))
 
     def each(self, work: Callable[[Unit], Result], units: Iterable[Unit]) -> list[Result]:
@@ -232,7 +233,7 @@ class LiveModel:
         return self.threads.each(work, found, sum(layouts[unit].num_elements for unit in found))
 
     def keep_offered(self, digests: Iterable[Digest]) -> None:
-        """Keeps offered blobs until `drop_offered`, since adopting a mean may need them.
+        """Keeps offered blobs until `drop_offered`, because the adoption of a mean may need them.
 
         Several threads may call this at a time.
         """
@@ -241,22 +242,22 @@ class LiveModel:
         self._offered.extend(fresh)
 
     def drop_offered(self) -> None:
-        """Drops offered blobs, which were adopted or never will be."""
+        """Drops offered blobs, once they are adopted or given up."""
         dropped, self._offered = self._offered, []
         self.agreed.store.unpin(dropped)
 
     # ------------------------------------------------ blobs -> engine
 
     def adopt(self, manifest: Manifest, decision: Adoption, before: Manifest | None = None) -> None:
-        """Moves the engine to an agreed state, by the decision for each piece of local progress.
+        """Moves the engine to an agreed state, by the decision on all local progress.
 
-        The store first keeps all needed values, and the engine gets them after that.
+        All needed values are secured in the store first, and written to the engine after that.
 
         Args:
             manifest: the agreed state.
-            decision: by `swarm.protocol.training.adoption`.
-            before: the manifest that the engine is at; without it, each unit counts as being at the
-                `base` of its entry.
+            decision: made by `swarm.protocol.training.adoption`.
+            before: the manifest that the engine has adopted; if None, each unit counts as having
+                the `base` of its entry.
 
         Raises:
             BlobGone: the manifest is no longer the newest; the engine is unchanged.
@@ -277,7 +278,7 @@ class LiveModel:
         self.bases = decision.bases
 
     def adopt_frozen(self, tip: Manifest) -> None:
-        """Adds the experts of others to masters that were loaded from this peer's disk.
+        """Adds the frozen experts to an engine whose masters were loaded from this peer's disk.
 
         Raises:
             BlobGone: the manifest is no longer the newest.
@@ -294,7 +295,7 @@ class LiveModel:
         return _shared_units(self.agreed.layout)
 
     def _rest_on(self, manifest: Manifest, bases: Iterable[Digest]) -> None:
-        """Keeps the values from which deltas are computed, with those of the shared tensors."""
+        """Keeps the values from which deltas are computed, those of the shared tensors included."""
         shared = (manifest.entries[unit].digest for unit in self._shared_units)
         rests_on = frozenset([*shared, *bases]) if self.is_coded else frozenset[Digest]()
         self.agreed.store.pin(rests_on)
@@ -304,7 +305,7 @@ class LiveModel:
     def _move(self, unit: Unit, move: Move, gone: Collection[Digest] = ()) -> None:
         layout, agreed = self.agreed.layout.by_unit[unit], self.agreed
         after, lost = agreed.read(move.after), [each for each in move.rests_on if each in gone]
-        if lost:  # for example, two merges were skipped
+        if lost:  # as when two merges were skipped
             logger.info("%s restarts from its agreed value: %s", unit, BlobGone(lost[0]))
         if move.before is None or lost:
             overwrite(self._parts, layout, after)
@@ -315,7 +316,7 @@ class LiveModel:
             follow(self._parts, layout, agreed.read(move.before), after, counted)
 
     def _write_others(self, manifest: Manifest) -> None:
-        """Writes frozen experts, one matrix at a time: scales may cover whole rows."""
+        """Writes frozen experts one matrix at a time, since scales may cover whole rows."""
         owned = self.engine.owned
         for unit, entry in manifest.entries.items():
             expert = expert_of_unit(unit)
@@ -340,8 +341,8 @@ class LiveModel:
         """Held-out loss of the agreed state in nats per token, right after it was adopted.
 
         The agreed values of owned experts come from the store matrix by matrix; `Engine.evaluate`
-        says what is in memory. Local progress of shared tensors is on disk meanwhile; `patiently`
-        calls the function that writes it.
+        documents the memory. During the evaluation, local progress of shared tensors is on disk;
+        `patiently` calls the function that writes it.
 
         Raises:
             BlobGone: the manifest is no longer the newest.

@@ -1,6 +1,6 @@
-"""The offers of a peer, checked here as all peers that fetch them will do (update bounds).
+"""The offers of a peer, checked against the bounds of the peers that fetch them (update bounds).
 
-A separate thread reads the values while the peer continues to train (background offers).
+A separate thread reads the values while the peer trains (background offers).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Rounds(Protocol):
         """The newest tip."""
 
     def wait_for_tip(self, after: Digest, timeout_s: float) -> list[Applied]:
-        """Tips since the one with digest `after`, oldest first; empty if none came in time."""
+        """Tips after the one with digest `after`, oldest first; empty if none came in time."""
 
     def store_value(self, value: Content) -> tuple[Digest, int]:
         """Stores one of this peer's own values; returns digest and size."""
@@ -52,7 +52,7 @@ class Rounds(Protocol):
         """Puts an offer into the round."""
 
     def expect(self, tip: Digest, remaining_s: float) -> None:
-        """Says when the local steps on a tip will be done."""
+        """Says in how many seconds the local steps on a tip will end."""
 
     def leave(self) -> None:
         """Asks to leave the run."""
@@ -70,16 +70,16 @@ Result = TypeVar("Result")
 
 
 class BackgroundWork(Generic[Result]):
-    """One background task at a time, which reads values that the starting thread leaves unchanged.
+    """One background task at a time, reading values that the starting thread does not change.
 
-    The starting thread calls `wait` before it changes these values. If the task itself has to
-    change one, the starting thread does it; see `in_turn`.
+    The starting thread calls `wait` before it changes these values. If the task has to change a
+    value, the starting thread makes the change; see `in_turn`.
     """
 
     def __init__(self) -> None:
         self._thread: Joinable | None = None
         self._is_running = False
-        """Also read by the task, which may run before `_thread` is set."""
+        """The task reads this too, which may run before `_thread` is set."""
         self._owner, self._is_calling = 0, False
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._result: Result | None = None
@@ -87,11 +87,11 @@ class BackgroundWork(Generic[Result]):
 
     @property
     def is_running(self) -> bool:
-        """Whether a task was begun and has not been waited for."""
+        """Whether a task was begun whose end nobody has awaited yet."""
         return self._is_running
 
     def begin(self, work: Callable[[], Result]) -> None:
-        """Starts a task, or runs it here if no thread can be started.
+        """Starts a task; if no thread can be started, runs it in the calling thread.
 
         The previous task must have been awaited.
         """
@@ -116,7 +116,7 @@ class BackgroundWork(Generic[Result]):
             self._calls.get()
 
     def in_turn(self, call: Callable[[], None]) -> None:
-        """Runs a call in the waiting thread, or at once if no work runs in the background."""
+        """Runs a call in the waiting thread; without a background task, at once."""
         if not self._is_running:
             call()
             return
@@ -140,14 +140,15 @@ class BackgroundWork(Generic[Result]):
         """Requires that the caller may wait for the running task.
 
         Raises:
-            MemoryError: the caller is the task, which would wait for its own end. An engine calls
-                this before it frees memory. The local step that runs now frees some when it ends.
+            MemoryError: the caller is the task itself, which would wait for its own end. An engine
+                calls this before it frees memory. The local step that runs now frees memory when it
+                ends.
         """
         if self._is_calling or threading.get_ident() != self._owner:
             raise MemoryError("a step runs at the same time")
 
     def wait(self) -> None:
-        """Returns when no task runs any more; raises as `require_waiter`."""
+        """Waits until no task runs; raises as `require_waiter`."""
         if not self._is_running:
             return
         self.require_waiter()
@@ -171,7 +172,7 @@ class BackgroundWork(Generic[Result]):
 
 
 class Offering:
-    """Stores offered values. A value that peers would refuse restarts from the agreed one."""
+    """Stores offered values. A unit whose value peers would refuse restarts from the agreed one."""
 
     def __init__(
         self,
@@ -186,14 +187,14 @@ class Offering:
         self._refusing = threading.Lock()
         self._before_refusal: Callable[[], None] = lambda: None
         self._named: dict[Unit, OfferedUnit] = {}
-        """Deltas of the live values as they are now: a delta listed here is not computed again."""
+        """Deltas of the present live values, which need not be computed again."""
 
     def changed(self) -> None:
-        """Says that live values have changed."""
+        """Call after live values have changed."""
         self._named.clear()
 
     def resume(self, tip: Manifest, saved: SavedWork) -> None:
-        """Restores the offered deltas of live values that were loaded and belong to this tip."""
+        """Restores the offered deltas of loaded live values that belong to this tip."""
         layouts = self.model.agreed.layout.by_unit
         for unit, digest in saved.offered.items():
             layout, delta = layouts[unit], saved.deltas.get(unit)
@@ -205,7 +206,7 @@ class Offering:
 
     @contextmanager
     def refusing_after(self, end: Callable[[], None]) -> Iterator[None]:
-        """While the block runs, `end` is called before a value restarts, to stop its reader.
+        """While the block runs, calls `end` before a value restarts, to stop a reader of the value.
 
         `end` may be called several times.
         """
@@ -216,7 +217,7 @@ class Offering:
             self._before_refusal = before
 
     def sync(self, units: Mapping[Unit, OfferedUnit]) -> None:
-        """Makes offered deltas and values durable: peers may count them while this peer is down."""
+        """Makes offered blobs durable, since peers may count them while this peer is down."""
         layouts = self.model.agreed.layout.by_unit
         coded = [each for unit, each in units.items() if layouts[unit].coding != "none"]
         blobs = [digest for each in coded for digest in (each.digest, each.delta) if digest]
@@ -232,7 +233,7 @@ class Offering:
     ) -> dict[Unit, OfferedUnit]:
         """The offers of these units, computed several at a time; arguments as of `offered`.
 
-        `patiently` makes each call, and repeats it after errors that may pass.
+        `patiently` makes each call, again after temporary errors.
         """
 
         def offered(unit: Unit) -> OfferedUnit:
@@ -243,13 +244,13 @@ class Offering:
     def offered(self, tip: Manifest, unit: Unit, base: Digest, tokens: int) -> OfferedUnit:
         """The offer of a unit, whose blobs are in the store.
 
-        Blobs that adopting may need are kept from now on.
+        Keeps blobs that an adoption may need.
 
         Args:
-            tip: the tip on which it is offered.
-            unit: trained here.
-            base: the agreed value from which it was trained.
-            tokens: of the local steps since the tip.
+            tip: the tip on which the unit is offered.
+            unit: a unit that this peer trains.
+            base: the agreed value from which the unit was trained.
+            tokens: tokens of the local steps since the tip.
         """
         layout, named = self.model.agreed.layout.by_unit[unit], self._named.get(unit)
         if layout.coding == "none":
@@ -267,7 +268,7 @@ class Offering:
         return all(store.has(digest) for digest in (named.digest, named.delta) if digest)
 
     def _moved(self, tip: Manifest, unit: Unit, base: Digest, tokens: int) -> OfferedUnit:
-        """A unit's delta, and the value that results from it if that value may become agreed.
+        """A unit's delta, and the resulting value if that may become agreed.
 
         Policy: delta means.
         """
@@ -294,8 +295,8 @@ class Offering:
     def store(self, tip: Manifest, unit: Unit, value: Content, tokens: int) -> tuple[Digest, int]:
         """Digest and size of a unit's value in the store, after local steps on `tip`.
 
-        These steps can move a value only so far from the agreed one. A value beyond that limit is
-        not offered: this peer logs the reason, restarts from the agreed value and offers that.
+        These steps can move a value only up to a limit. A value beyond it is not offered: this peer
+        logs the reason, restarts from the agreed value and offers that.
         """
         me = self.model.me
         bound = update_bound(unit, [me], {me: tokens}, tip, self.rounds.rules)
@@ -314,10 +315,11 @@ class Offering:
         return store(self.model.value_of(unit))
 
     def _stored(self, content: Content) -> tuple[Digest, int]:
-        """Stores content that may be needed until it is adopted, and keeps it.
+        """Stores content, and keeps it for the adoption.
 
-        A round that is decided meanwhile drops blobs that it does not know. If it drops this blob
-        before `keep_offered`, the content is stored again: its digest is kept by then.
+        A round that is decided during this call drops blobs that nothing names. If that happens to
+        this blob before `keep_offered`, the content is stored again; then its digest is already
+        kept.
         """
         digest, num_bytes = self.rounds.store_value(content)
         self.model.keep_offered([digest])

@@ -1,4 +1,4 @@
-"""The shell of a peer's main loop: executes its decisions with engine, disk and rounds.
+"""The shell of a peer's main loop: carries out its decisions with engine, disk and rounds.
 
 The loop itself is `swarm/protocol/training/loop.py`.
 """
@@ -61,7 +61,7 @@ SAY_WHY_EVERY_S = 15.0
 
 
 class Trainer(TrainingShell):
-    """Trains one peer in one run until the run is finished or a person stops it."""
+    """Trains one peer in one run until the run is finished or a person stops the peer."""
 
     def __init__(
         self,
@@ -86,14 +86,14 @@ class Trainer(TrainingShell):
         self.offering = Offering(model, rounds, status, self.making.in_turn)
         self.moments.before_change = self._finish_making
         self._begun: tuple[EngineState, dict[str, Tensor]] | None = None
-        """Private state that is written while steps continue."""
+        """The private state that is being written while steps continue."""
         self._waited_s = 0.0
 
     def main_loop(self) -> Manifest:
         """Runs the local steps and rounds; returns the last manifest.
 
         Raises:
-            StopAsked: a person stopped it.
+            StopAsked: a person stopped the peer.
             TrainingDiverged, SwarmError: this peer cannot continue; its state directory is intact.
         """
         try:
@@ -107,11 +107,11 @@ class Trainer(TrainingShell):
     # ------------------------------------------------ the start
 
     def newest(self) -> Applied:
-        # A peer that restarts in the middle of a round is done when the others are.
+        # A restarted peer ends its steps with the others.
         return replace(self.rounds.newest, at_s=time.monotonic() - self.directory.record_age_s())
 
     def load(self, tip: Manifest, problem: Callable[[SavedWork], str | None]) -> SavedWork | None:
-        """The swarm has the weights, so losing the private state only loses moments."""
+        """The agreed blobs have the weights, so a lost private state only loses moments."""
         engine = self.model.engine
         engine.count_from(tip.step)
         try:
@@ -205,7 +205,7 @@ class Trainer(TrainingShell):
     async def save(
         self, tip: Manifest, bases: Mapping[Unit, Digest], work: SavedWork
     ) -> dict[Unit, OfferedUnit]:
-        """Saves values and state at the same time: only the state file's end names the values."""
+        """Saves values and state in parallel, since only the end of the state file names values."""
         engine, rng = self._begun or self._state()
         self._begun = None  # the next offer reads the state again
         path = self.directory.private_path
@@ -247,7 +247,7 @@ class Trainer(TrainingShell):
     async def beside(
         self, offered: Coroutine[Any, Any, Offer], *, saves_state: bool
     ) -> Callable[[], Awaitable[Offer]]:
-        """Offers while the next step computes gradients; the engine waits before its update."""
+        """Makes the offer while the next step computes gradients; the update waits for this."""
         engine, overlaps = self.model.engine, self.rounds.rules.overlaps
         if not (overlaps and engine.before_update(self._finish_making)):
             return await super().beside(offered, saves_state=saves_state)
@@ -264,7 +264,7 @@ class Trainer(TrainingShell):
         return self.model.engine.state_dict(), checkpoint.read_rng(torch.device("cpu"))
 
     def _offering(self) -> AbstractContextManager[None]:
-        """The phase "offering" of the trainer's thread, unless that thread trains meanwhile."""
+        """The phase "offering" of the trainer's thread, unless that thread trains."""
         return nullcontext() if self.making.is_running else self.status.phases.within("offering")
 
     def _finish_making(self) -> None:
@@ -281,7 +281,7 @@ class Trainer(TrainingShell):
             return None
         if work is None:
             return None
-        self.model.keep_offered(work.blobs)  # before `has`: no blob may be collected after it
+        self.model.keep_offered(work.blobs)  # before `has`: nothing is deleted after it
         return work if all(map(self.model.agreed.store.has, work.blobs)) else None
 
     def submit(self, tip: Manifest, offer: Offer) -> None:
@@ -322,11 +322,11 @@ class Trainer(TrainingShell):
         return []
 
     def _wait_to_leave(self, state: PeerState) -> None:
-        """If an offer is submitted, the round that counts it also lets this peer leave."""
+        """Asks to leave with the round that counts a submitted offer."""
         can_wait = state is PeerState.AVERAGING and self.rounds.left is None
         if not can_wait or self.stop.remaining_s < self.stop.leave_timeout_s / 4:
             raise StopAsked
-        if len(self.rounds.newest.manifest.members) > 1:  # else it would skip its round
+        if len(self.rounds.newest.manifest.members) > 1:  # a lone peer would skip its round
             self.rounds.leave()
 
     def may_stop(self) -> None:
@@ -336,7 +336,7 @@ class Trainer(TrainingShell):
             raise asked
 
     def _lose_unoffered(self, asked: StopAsked) -> None:
-        """Counts steps as lost that were neither offered nor saved before this process ends."""
+        """Counts steps as lost that this process neither offered nor saved before its end."""
         training, work = self.training, self.training.work
         is_out = training.made is not None and not training.rules.overlaps
         if isinstance(work, LocalStats) and work.tokens and not (is_out or asked.has_saved):
@@ -371,7 +371,7 @@ class Trainer(TrainingShell):
         try:
             adopt()
         except BlobGone as error:
-            # The newest tip's own blobs are never collected.
+            # Blobs of the newest tip are never deleted.
             if not self.rounds.wait_for_tip(manifest.digest, WAIT_SLICE_S):
                 raise StateError("the newest manifest's blobs are not all here") from error
             logger.info("height=%d skipped: %s", manifest.height, error)

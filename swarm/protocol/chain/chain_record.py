@@ -23,7 +23,7 @@ MAX_KEPT_BYTES = 5 * MAX_MANIFEST_BYTES
 @dataclass(frozen=True)
 class _Vote(OnWire):
     ballot: Ballot
-    """Not bounded: a record with an impossible attempt is repaired, not refused (`repaired`)."""
+    """Without a bound: `repaired` repairs a record with an impossible attempt."""
     manifest: str
     evidence: str | None
 
@@ -107,21 +107,21 @@ def decode_link(encoded: Buffer) -> Link:
 
 
 ABSTAIN_HEIGHTS = 2
-"""A damaged record may have been one tip ahead of the previous record, with one more vote there."""
+"""A damaged record may have been one tip ahead of the previous record, with a vote on that tip."""
 UNTIL_IT_CONTRIBUTES = 2**62
 """A height that is never reached."""
 
 
 def rolled_back(earlier: Record) -> Record:
-    """The record of a peer that has lost its newest one and has only the previous one."""
+    """The record of a peer whose newest record is lost, made from its previous one."""
     return _abstaining(earlier, earlier.tip.height + ABSTAIN_HEIGHTS)
 
 
 def repaired(record: Record) -> Record | None:
-    """Repairs a record whose promise or vote has an impossible attempt; None if neither has one.
+    """Repairs a record with an impossible attempt in promise or vote. None if there is no such.
 
-    No message can name such a ballot, so the promise or vote is dropped. Then the peer no longer
-    knows which votes it forbids. So it casts no vote at that height, and none contradicts it.
+    No message can name such a ballot, so the promise or vote is dropped. The peer then no longer
+    knows which votes it must not cast. So it casts no vote at that height.
     """
     ballots = [record.promised, record.accepted.ballot if record.accepted else None]
     if not any(ballot and ballot.attempt > MAX_ATTEMPT for ballot in ballots):
@@ -130,18 +130,19 @@ def repaired(record: Record) -> Record | None:
 
 
 def without_record(me: PeerId, shown: Record, path: Sequence[Link]) -> Record:
-    """The record of a peer that has lost its own, or never had one, and was shown a tip.
+    """The record of a peer that has no record (lost, or never written) and was shown a tip.
 
     The peers that showed the tip may be far behind this peer's last vote, so it abstains at all
-    heights until it contributes. They may also be on a chain that leaves this peer out, while
-    another chain counts it. A peer that is not a member of the tip, nor a voter on the way to it,
+    heights until it contributes. They may also be on a chain without this peer, while another chain
+    has it as a member. A peer that is neither a member of the tip nor a voter on the way to the tip
     is a newcomer, and need not abstain. If every newcomer with an old key abstained, a few that are
     invited together would leave no quorum.
 
     Args:
         me: the peer.
         shown: the tip, with its certificate.
-        path: proof of the tip for a peer without a record. Heads that it passes over stay unseen.
+        path: proof of the tip for a peer without a record. Heads that the proof leaves out stay
+            unseen.
     """
     heads = [head for link in path for head in (link.head, link.parent) if head]
     if me not in shown.tip.members and not any(me in head.voters for head in heads):
@@ -152,7 +153,7 @@ def without_record(me: PeerId, shown: Record, path: Sequence[Link]) -> Record:
 def moved_on(before: Record, shown: Record) -> Record:
     """The record of a peer that takes a newer tip from others, not from its own rounds.
 
-    The peer abstains as before: nothing in that tip says where its last vote was.
+    The peer abstains as before, since the new tip does not show at which height its last vote was.
     """
     return replace(
         shown, abstain_until_height=before.abstain_until_height, regained=before.regained
@@ -165,7 +166,7 @@ def _abstaining(record: Record, until_height: int) -> Record:
 
 
 def abstains(record: Record) -> bool:
-    """Whether this peer may have cast a vote for the next height that it no longer knows."""
+    """Whether this peer may have cast, and forgotten, a vote for the next height."""
     return record.tip.height + 1 <= _abstains_until(record)
 
 
@@ -179,17 +180,17 @@ def _abstains_until(record: Record) -> int:
 def regained(
     record: Record, manifest: Manifest, me: PeerId, offer: Offer | None
 ) -> Regained | None:
-    """Where a peer that abstains votes again once it has applied a manifest.
+    """The height from which an abstaining peer votes again, once it has applied a manifest.
 
     If the manifest contains an offer that the peer made since it came back, the peer votes again in
     the manifest's generation, after one more height. Let v be the height of its last vote before
-    the loss. A manifest below v was decided earlier, so it cannot contain the present offer. So the
-    height of the manifest that does is at least v. If the offer is an old one from the private
-    state, the height is at least v + 1. In both cases the peer is past v then. A generation that
-    branches off at or beyond that height began after the loss.
+    the loss. A manifest below v was decided before the loss, so it cannot contain the new offer. So
+    the manifest with the new offer has at least height v. If the offer is an old offer from the
+    private state, the height is at least v + 1. In both cases the peer is then past v. A generation
+    that branches off at or above that height began after the loss.
 
-    The peer knows nothing of other generations. It may have voted there, and may come back to one
-    when the parts of a swarm meet again [F1].
+    The peer knows nothing of other generations. It may have voted in them, and may come back to
+    such a generation when the parts of a swarm meet again [F1].
     """
     until, tip = _abstains_until(record), record.tip
     if manifest.parent != tip.digest:

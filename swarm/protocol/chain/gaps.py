@@ -1,11 +1,11 @@
-"""Lost links of a chain, and how links of others take their place. Pure.
+"""Lost links of a chain, and how links from other peers replace them. Pure.
 
-A chain passes over heads on purpose (chain pruning). It has a *gap* where a line of its file was
-damaged. Then the next link no longer follows from the last sound link, or may not follow from each
-head between the two. The peer asks members for the links after its last sound link, a *page* at a
-time, oldest first. Each link must be a step [L1] from the previous one. Once an own link of the
-peer follows from the new links, these take the place of its own links before that. Until then pages
-are kept apart.
+A chain leaves out heads on purpose (chain pruning). But where a line of its file was damaged, it
+has a *gap*: the next link no longer follows from the last sound link, or perhaps not from each head
+between the two. The peer asks members for the links after its last sound link, a *page* at a time,
+oldest first. Each link must be a step [L1] from the previous one. Once one of the peer's own links
+follows from the new links, these replace its own links before that one. Until then the pages are
+kept apart from the chain.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_PAGE_BYTES = 900_000
 
 @dataclass(frozen=True)
 class Question(OnWire):
-    """Asks for the links that a peer lacks: those after one code and up to another code."""
+    """Asks for the links that a peer lacks: after one code and up to another code."""
 
     since: CodeText
     until: CodeText
@@ -40,7 +40,7 @@ class Question(OnWire):
 
 @dataclass(frozen=True)
 class Filling:
-    """A gap between two neighbors of a chain, and the links of its oldest part that have come."""
+    """A gap between two neighbors of a chain, with the links received for its oldest part."""
 
     before: Link
     after: Link
@@ -48,12 +48,12 @@ class Filling:
 
     @property
     def ends(self) -> tuple[Digest, Digest]:
-        """Digests of the neighbors, which identify the gap however much of it has come."""
+        """Digests of the neighbors; they identify the gap, whatever has been received."""
         return self.before.head.digest, self.after.head.digest
 
     @property
     def path(self) -> tuple[Link, ...]:
-        """The link before the gap, and the links that have come."""
+        """The link before the gap, and the links received so far."""
         return (self.before, *self.links)
 
     @property
@@ -66,7 +66,8 @@ class Filling:
         """The gap with a page from a member; only valid signatures of certificates are kept.
 
         Args:
-            page: links, each a step from the previous one, and the first from the newest link here.
+            page: links, each a step from the previous one; the first is a step from the newest link
+                here.
             sound: drops the invalid signatures of a certificate, given the head's digest.
 
         Raises:
@@ -97,8 +98,8 @@ def gaps(chain: Chain) -> tuple[Filling, ...]:
 def between(chain: Chain, question: Question) -> tuple[Link, ...]:
     """The links of a chain after one code, up to the first link at or beyond another code.
 
-    At most `MAX_LINKS` and `MAX_PAGE_BYTES`. The first link has its parent's head. Empty if no
-    head here is in the ancestry of the first code, or no link comes after it.
+    At most `MAX_LINKS` and `MAX_PAGE_BYTES`. The first link has its parent's head. Empty if no head
+    here is in the ancestry of the first code, or no link comes after that code.
     """
     at, page, num_bytes = chain.num_behind(question.since), list[Link](), 0
     for before, link in pairwise(chain.links[at - 1 :] if at else ()):
@@ -114,7 +115,7 @@ def between(chain: Chain, question: Question) -> tuple[Link, ...]:
 
 
 def filled(chain: Chain, path: Sequence[Link]) -> tuple[Chain, str | None]:
-    """The chain with a gap closed; if the links close none, the same chain and the reason.
+    """The chain with a gap closed. If the links close no gap: the same chain, and the reason.
 
     Args:
         chain: this peer's chain, which may have changed since the links were asked for.
@@ -130,7 +131,7 @@ def filled(chain: Chain, path: Sequence[Link]) -> tuple[Chain, str | None]:
     links = [each for each in links if each.head.code < tip.code or each.head.digest == tip.digest]
     newest = links[-1] if links else first
     further = bisect_right(chain.links, newest.head.code, key=lambda link: link.head.code)
-    # A link after the same own link as before stays torn if it was torn before.
+    # A link that was torn stays torn if it still follows the same link of this peer.
     is_own = further > at and chain.links[further - 1].head.digest == newest.head.digest
     closing = chain.links[at : further if is_own else further + 1]
     replaced = {link.head.digest for link in closing}
@@ -151,7 +152,7 @@ def _is_gap(chain: Chain, before: Link, after: Link) -> bool:
 
 
 def _whole(before: Link, link: Link) -> Link:
-    """A link with its parent's head, if that head is known here."""
+    """A link, completed by its parent's head if that is known here."""
     if link.parent is None and is_parent(before.head, link.head):
         return replace(link, parent=before.head)
     return link

@@ -2,7 +2,7 @@
 
 A manifest follows from a trusted manifest by a certificate: the signatures of a quorum of the
 trusted one's voters. A peer that was away trusts its own tip. A newcomer trusts manifest 0, which
-the run id binds, or the head that a person named. From there it walks along *links*, each a head
+the run id binds, or the head that a person named. From there the peer follows *links*, each a head
 with its certificate:
 
 - the next height: signed by a quorum of the trusted head's voters;
@@ -10,18 +10,18 @@ with its certificate:
   its own parent;
 - a reform of the trusted head itself: signed by voters of that head which have joined the reform.
 
-A chain keeps those links that lead to the tip from each earlier head (`pruned`). So the number of
-links follows the turnover of voters.
+A chain keeps the links that lead to the tip from each earlier head (`pruned`). So the number of
+links depends on the turnover of voters, not on the number of rounds.
 
-The second rule is that of Tendermint's light client. It is safe because any two quorums of the
-trusted electorate share a voter, and a voter signs one manifest a height. So the parent's quorum
-has decided no other chain than the one that the trusted members are on. The keys of a past
-electorate convince no peer whose trusted head is later.
+The second rule (later heights) is that of Tendermint's light client. It is safe because any two
+quorums of the trusted electorate share a voter, and a voter signs one manifest a height. So the
+parent's quorum cannot have decided another chain than that of the trusted members. The keys of a
+past electorate convince no peer whose trusted head is later.
 
-A reform is made because a quorum is lost, so no number of signatures shows that it had to be made.
-Peers with a tip of their own take a reform only when they hear no quorum either [F2]. Then one
-signature by a voter of its parent is enough: it keeps strangers out. A newcomer has heard nobody.
-So it wants the signature of the founder, or of more than half of the parent's anchors
+A reform is made because a quorum is lost, so no number of signatures proves that it was necessary.
+Peers with a tip adopt a reform only if they hear no quorum themselves [F2]. Then one signature by a
+voter of the reform's parent is enough, since strangers cannot make it. A newcomer has heard nobody.
+So it requires the signature of the founder, or of more than half of the parent's anchors
 (`is_vouched_for`), or a head that a person vouches for.
 """
 
@@ -41,17 +41,17 @@ from swarm.protocol.values.manifest import Code, Digest, Head, Kind, PeerId, is_
 
 Sound = Callable[[Certificate, Digest], Certificate]
 RECENT = 64
-"""All of this many newest links of a chain stay. The search for a link to which one step leads
-covers as many."""
+"""A chain keeps all of this many newest links. Pruning searches as many links for the furthest one
+that a single step can reach."""
 
 
 def step_problem(before: Head, link: Link, *, is_new: bool = False) -> str | None:
-    """Why a head is not believed to follow from a trusted one; None when it is.
+    """Why a head is not believed to follow from a trusted head. None when it is.
 
     Args:
         before: the trusted head.
         link: the claimed successor; wrong signatures have been dropped from its certificate.
-        is_new: whether the reader has no tip of its own, so that reforms need somebody to vouch.
+        is_new: whether the reader has no tip, so that founder or anchors must vouch for a reform.
     """
     head = link.head
     if head.founder != before.founder or (before.run and head.run != before.run):
@@ -107,18 +107,18 @@ def _reform_problem(
 def reform_electors(before: Head) -> frozenset[PeerId]:
     """The peers whose reform of this head others believe: its voters and the founder [F3, L2].
 
-    The founder is one of them even if it has left: manifest 0 names it, and all trust manifest 0.
-    If the founder alone is left with trainees, somebody must be able to bring them together.
+    The founder is an elector even if it has left: manifest 0 names it, and all peers trust manifest
+    0. Otherwise a founder that is left with trainees alone could not reform with them.
     """
     return frozenset([before.founder, *before.voters])
 
 
 def is_vouched_for(before: Head, signers: Collection[PeerId]) -> bool:
-    """Whether these signatures of a reform convince a peer that has heard nobody [L2].
+    """Whether these signatures of a reform convince a peer that has heard no member [L2].
 
-    The founder's signature does, since its key made the run. The signatures of more than half of
-    the parent's anchors do too, so that a run outlives its founder. The signatures of strangers
-    that have earned votes do not: they show how many keys somebody has, not who holds them.
+    The founder's signature is enough, since its key made the run. Signatures of more than half of
+    the parent's anchors are enough too, so that a run outlives its founder. Signatures of strangers
+    that have earned votes are not: one person may hold many keys.
     """
     anchors = before.anchored
     return before.founder in signers or 2 * len(anchors.intersection(signers)) > len(anchors) > 0
@@ -152,11 +152,11 @@ def proof_problem(
 
 @dataclass(frozen=True)
 class Foothold:
-    """The basis on which a peer judges a stranger's claim that something was decided.
+    """The facts by which a peer judges a stranger's claim that a manifest was decided.
 
     Attributes:
         chain: the heads that this peer believes.
-        pursued: the body of the manifest that it is fetching already.
+        pursued: the body of the manifest that this peer is fetching already.
     """
 
     chain: Chain
@@ -173,7 +173,7 @@ class Foothold:
         Args:
             path: the path of a COMMIT.
             body: the blob that the COMMIT names as the manifest.
-            parent: the blob that it names as the parent, if any.
+            parent: the blob that the COMMIT names as the manifest's parent, if any.
             sound: drops the invalid signatures of a certificate, given the head's digest.
 
         Returns:
@@ -205,7 +205,7 @@ class Foothold:
 
 
 def counted(link: Link, before: Sequence[Link]) -> tuple[Certificate, Digest]:
-    """A certificate with only those signatures that can count: others are not worth a check."""
+    """A certificate without signatures that cannot count, so that these are not verified."""
     assert link.certificate is not None
     electors = {*reform_electors(before[-1].head), *(link.parent.voters if link.parent else ())}
     signatures = link.certificate.signatures
@@ -214,11 +214,11 @@ def counted(link: Link, before: Sequence[Link]) -> tuple[Certificate, Digest]:
 
 
 def with_reforms(links: Sequence[Link], before: Sequence[Link]) -> tuple[Link, ...]:
-    """The links that replace those on disk; reforms of other branches stay, too.
+    """The links that replace the links on disk, with the reforms of other branches.
 
-    If the newest record is damaged, the previous one is read, and it may be on such a branch.
-    Without the branch's reforms this peer would not know which heads to trust, see `Chain.trusted`.
-    Each reform has its parent's head, from which others may begin their proofs.
+    If the newest record is damaged, the previous record is read, which may be on another branch.
+    Without that branch's reforms this peer would not know which heads to trust (`Chain.trusted`).
+    Each reform is kept with its parent's head, from which other peers may begin their proofs.
     """
     known = {link.head.digest for link in links}
     reforms = (link for link in before if link.head.kind is Kind.REFORM)
@@ -233,16 +233,16 @@ def pruned(links: Sequence[Link], recent: int = 0) -> tuple[Link, ...]:
 
     Policy: chain pruning.
 
-    A head is left out if more than half of its voters signed the next link that stays, so that one
-    step leads there [L1]. The number of links follows the turnover of voters. From a link that
-    stays, one step passes over all heads up to a later link, if no signer of that link is new since
-    then. Such a link is searched for among the next `RECENT` links.
+    A head is left out if more than half of its voters signed the next link that is kept, so that
+    one step leads there [L1]. From a kept link, one step leads past all heads up to a later link if
+    none of that link's signers became a voter in between. Such a later link is searched for among
+    the next `RECENT` links.
 
     Args:
-        links: heads of one ancestry, oldest first. They may have passed over heads themselves.
-        recent: all of this many last links stay, since a later link may pass over all links before
-            it. Until there is one, the first link of each electorate stays for all links with the
-            same voters.
+        links: heads of one ancestry, oldest first; earlier pruning may have left out some.
+        recent: number of last links that are all kept, since a later link may make all of them
+            unnecessary. Of older links with equal voters, the first of each electorate is kept
+            until then.
     """
     kept, at, end = [links[0]], 0, len(links) - recent
     while at < len(links) - 1:
@@ -256,7 +256,7 @@ def pruned(links: Sequence[Link], recent: int = 0) -> tuple[Link, ...]:
 
 
 def _furthest(links: Sequence[Link], at: int) -> int:
-    """The furthest link to which one step leads from a link, and from all heads between."""
+    """The furthest link that one step reaches from a link and from all heads in between."""
     electorates, furthest = [frozenset(links[at].head.voters)], at + 1
     for to in range(at + 1, len(links)):
         before, link = links[to - 1], links[to]
@@ -285,7 +285,7 @@ def _first_of_each_electorate(links: Sequence[Link], at: int, end: int) -> list[
 
 
 def _is_spare(links: Sequence[Link], last: int, at: int) -> bool:
-    """Whether a link may be left out: one step leads from its head, too, to the next link."""
+    """Whether a link may be left out, since one step leads from its head to the next link."""
     before, link, after = links[at - 1 : at + 2]
     return (
         link.head.voters == links[last].head.voters
@@ -298,7 +298,7 @@ def _is_spare(links: Sequence[Link], last: int, at: int) -> bool:
 
 
 def _joined(links: Sequence[Link], last: int, at: int) -> Link:
-    """A link after an earlier link than before, with its parent's head if that is left out."""
+    """A link whose predecessors were left out, with its parent's head if that was left out too."""
     link, before = links[at], links[at - 1]
     if at == last + 1:
         return link
@@ -311,7 +311,7 @@ def _joined(links: Sequence[Link], last: int, at: int) -> Link:
 
 
 def _may_step(before: Link, link: Link) -> bool:
-    """Whether steps may lead over a link to the next one, judged by the heads."""
+    """Whether steps may skip a link and lead to the next one, judged by the heads."""
     head, parent = before.head, link.head
     return (
         parent.kind is not Kind.REFORM
@@ -321,12 +321,12 @@ def _may_step(before: Link, link: Link) -> bool:
 
 
 def _is_open(before: Link, link: Link) -> bool:
-    """Whether the heads between two neighbors, if any, are known to have the first one's voters."""
+    """Whether all heads between two neighbors are known to have the voters of the first."""
     return link.alike or is_parent(before.head, link.head)
 
 
 def _has_majority(electorate: frozenset[PeerId], link: Link) -> bool:
-    """Whether more than half have signed; for exactly half, the tie-breaker depends on the head."""
+    """Whether more than half have signed: for exactly half, each head has its own tie-breaker."""
     signers = link.certificate.signatures if link.certificate else {}
     return 2 * len(electorate.intersection(signers)) > len(electorate)
 
@@ -334,13 +334,14 @@ def _has_majority(electorate: frozenset[PeerId], link: Link) -> bool:
 def is_parent(before: Head, after: Head) -> bool:
     """Whether the first of two heads of one ancestry is the parent of the second.
 
-    Their codes tell: an ancestry has one head of each code, and digests take a while to make.
+    The codes are compared, since digests are slow to compute. An ancestry has one head of each
+    code.
     """
     return before.code == place_of_parent(after)
 
 
 def place_of_parent(head: Head) -> Code:
-    """The code of a head's parent: a reform repeats the height of its own."""
+    """The code of a head's parent; a reform has the same height as its parent."""
     if head.kind is Kind.REFORM:
         return (*head.lineage[:-1], (head.height, ()))
     return (*head.lineage, (head.height - 1, ()))
@@ -348,13 +349,14 @@ def place_of_parent(head: Head) -> Code:
 
 @dataclass(frozen=True)
 class Chain:
-    """The tip's head and those earlier heads that proofs need, oldest first.
+    """The tip's head and the earlier heads that proofs need, oldest first.
 
     Attributes:
-        links: the first one, with which the peer began, has no certificate. Heads between two links
-            are left out if the later link follows from them, see `pruned`. Links are looked up by
-            their codes, which only grow.
-        torn: digests of the links after a lost one, see `swarm.protocol.chain.gaps`.
+        links: the links of the chain. The first link, with which the peer began, has no
+            certificate. Heads between two links are left out if the later link follows from them
+            (`pruned`). The codes of links are ascending, so that links are found by their codes.
+        torn: digests of links that follow directly after a lost link; see
+            `swarm.protocol.chain.gaps`.
     """
 
     links: tuple[Link, ...]
@@ -390,7 +392,8 @@ class Chain:
     def trusted(self) -> frozenset[Digest]:
         """Heads from which a proof may begin: the tip, and the parents of its ancestry's reforms.
 
-        The old generation may have continued at a reform's parent, and come back as the better one.
+        From a reform's parent the old generation may have continued, and may return as the better
+        one.
         """
         parents = (self.links[at].head.parent for at in self._reforms)
         return frozenset([self.tip.digest, *(parent for parent in parents if parent)])
@@ -420,11 +423,11 @@ class Chain:
         return (*found, self.tip)
 
     def rooted(self, path: Sequence[Link]) -> Sequence[Link]:
-        """A proof that begins before the trusted heads, made to begin with one of them.
+        """A proof that begins before the trusted heads, rewritten to begin with a trusted head.
 
-        Other peers no longer have each head. So they begin with the last one before that they have,
-        and continue with a link to which all heads since then lead (chain pruning). That link is
-        judged from the trusted head, as in every proof.
+        Other peers do not have every head (chain pruning). So their proof begins with the last head
+        that they have before a trusted head. The proof continues with a link that follows from all
+        heads in between, so this link is judged from the trusted head.
         """
         if not path or path[0].head.digest in self.trusted:
             return path
@@ -438,7 +441,7 @@ class Chain:
         return path
 
     def _place(self, code: Code) -> int:
-        """How many links come before this place in the order of codes, which only grow."""
+        """How many links come before this code; the codes of links are ascending."""
         return bisect_left(self.links, code, key=_code)
 
     def grown(self, path: Iterable[Link]) -> Chain:
@@ -456,27 +459,28 @@ class Chain:
         return replace(self, links=(*links[:begin], *pruned(links[begin:], RECENT)))
 
     def beyond(self, other: Chain) -> tuple[Link, ...]:
-        """The links whose heads an earlier state of this chain lacks."""
+        """The links whose heads are not in `other`, an earlier state of this chain."""
         shortest = range(min(len(self.links), len(other.links)))
         first = bisect_left(shortest, True, key=lambda at: self.links[at] is not other.links[at])
         known = {link.head.digest for link in other.links[first:]}
         return tuple(link for link in self.links[first:] if link.head.digest not in known)
 
     def num_behind(self, code: Code) -> int:
-        """How many links, from the first on, are ancestors of a manifest of this code."""
+        """How many of the first links are ancestors of a manifest with this code."""
         return bisect_right(self.links, False, key=lambda link: not is_ancestor(_code(link), code))
 
     def proof(self, since: Code | Digest | None = None) -> tuple[Link, ...]:
         """A path to the tip for a peer with another tip.
 
-        The path begins with the last head here that is before the other tip, and leads on from each
-        head in between (`rooted`). A peer that adopts the path can then prove the tip to all peers
-        to which this peer can prove it.
+        The path begins with the last head here that is before the other tip, and follows from each
+        head in between (`rooted`). So a peer that adopts the path can prove the tip to the same
+        peers as this peer.
 
         Args:
-            since: code of the other peer's tip, or digest of a head that it trusts; None: oldest.
+            since: code of the other peer's tip, or digest of a head that it trusts. None: the
+                oldest head.
 
-        Empty if this peer has no head that the other one could begin with.
+        Empty if this peer has no head with which the other peer could begin.
         """
         at = self._beginning(since)
         if at is None:
@@ -493,7 +497,7 @@ class Chain:
 
 
 def _open_from(links: Sequence[Link], at: int) -> int:
-    """The first link from which the voters of all heads up to `at` are known; those before stay."""
+    """The first link such that the voters of all heads from it up to `at` are known."""
     at = max(at, 0)
     while at and _is_open(links[at - 1], links[at]) and _may_step(links[at - 1], links[at]):
         at -= 1
@@ -501,7 +505,7 @@ def _open_from(links: Sequence[Link], at: int) -> int:
 
 
 def closed(kept: Sequence[Link], new: Sequence[Link]) -> list[Link]:
-    """New links, without parents' heads that are the link before; reforms keep theirs."""
+    """New links without the heads of parents that the link before already has, except in reforms."""
     before = kept[-1].head if kept else None
     lone = []
     for link in new:

@@ -1,4 +1,4 @@
-"""Values made from deltas (delta fetches), and what a mean of deltas rounds off. Pure."""
+"""Values made from deltas (delta fetches), and the remainders of means of deltas. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Generic, TypeVar
 from swarm.protocol.values.manifest import Digest, Manifest, Unit
 
 MAX_DELTAS = 8
-"""Most deltas from a stored value to a wanted one; a peer that lacks more fetches the value."""
+"""Most deltas from a stored value to a wanted one; a peer that would need more fetches the
+value."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Move:
 
 
 def moves_of(manifests: Iterable[Manifest]) -> dict[Digest, Move]:
-    """For each value of these manifests that a delta made, by its digest: the move to it."""
+    """The move to each value of these manifests that was made by a delta, by the value's digest."""
     moves = {}
     for manifest in manifests:
         for unit, entry in manifest.entries.items():
@@ -42,7 +43,7 @@ def way_to(
     """The moves that lead from a value that is `stored` to the wanted one, in their order.
 
     Returns:
-        None if no moves lead there, or if the value itself has fewer bytes than the deltas.
+        None if no moves lead to the value, or if the value has fewer bytes than the deltas.
     """
     way: list[Move] = []
     while value not in stored:
@@ -58,14 +59,14 @@ R = TypeVar("R")
 
 
 class Remainders(Generic[R]):
-    """Remainders of the units that this peer averages; `R` is the type that its arithmetic adds."""
+    """Remainders of the units that this peer averages. `R` is the type of a remainder."""
 
     def __init__(self, tip: Digest, rounds: int) -> None:
         """Starts without remainders.
 
         Args:
             tip: digest of the tip that this peer has applied last.
-            rounds: how many rounds a remainder is valid for without a mean of its unit here.
+            rounds: for how many rounds a remainder is valid if this peer makes no mean of its unit.
         """
         self._tip = tip
         self._rounds = rounds
@@ -79,12 +80,12 @@ class Remainders(Generic[R]):
         return left[1] if left else None
 
     def found(self, tip: Digest, unit: Unit, delta: Digest, left: R) -> None:
-        """Notes the remainder of a mean after this tip; it counts if this delta becomes agreed."""
+        """Notes the remainder of a mean on this tip; it counts if `delta` becomes agreed."""
         if tip == self._tip:
             self._found[unit, delta] = left
 
     def applied(self, manifest: Manifest, before: Manifest) -> list[R]:
-        """Moves from the tip before to the new one; returns the dropped remainders."""
+        """Continues with the next tip; returns the dropped remainders."""
         found, self._found, self._tip = self._found, {}, manifest.digest
         if self._is_another_line(manifest, before):
             return [*found.values(), *self._drop(list(self._left))]
@@ -97,11 +98,11 @@ class Remainders(Generic[R]):
         return self._drop(old)
 
     def _is_another_line(self, manifest: Manifest, before: Manifest) -> bool:
-        """Whether other peers may still hold what this peer's means were made from."""
+        """Whether the new tip is on another branch than the means of this peer."""
         return manifest.generation != before.generation
 
     def _passed_some_over(self, manifest: Manifest, before: Manifest) -> bool:
-        """Whether a manifest that was passed over may contain the remainders from before."""
+        """Whether a skipped manifest may already contain the remainders."""
         return manifest.parent != before.digest
 
     def _drop(self, units: list[Unit]) -> list[R]:
@@ -109,6 +110,6 @@ class Remainders(Generic[R]):
         return [left for _, left in filter(None, dropped)]
 
     def items(self) -> Iterator[tuple[Unit, R]]:
-        """All remainders: those that count, and those that may come to count."""
+        """All remainders: those that count, and remainders whose delta may become agreed."""
         yield from ((unit, left) for unit, (_, left) in self._left.items())
         yield from ((unit, left) for (unit, _), left in self._found.items())

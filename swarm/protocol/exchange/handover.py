@@ -1,9 +1,9 @@
-"""Moments of experts that change owners: who gives them to whom, and how long both wait.
+"""Moments of experts that change owners: who hands them to whom, and how long both sides wait.
 
 An owner that loses an expert by a manifest offers its newest moments to the peers that own the
-expert from then on. A new owner trains on at once, with zero moments. It asks the previous owners,
-and adds their moments as soon as these arrive. `Giving` and `Taking` are the two sides. They take
-the time as an argument and decide; a peer's network, or the simulator, asks, answers and fetches.
+expert from then on. A new owner trains at once, with zero moments. It asks the previous owners, and
+adds their moments as soon as these arrive. `Giving` and `Taking` decide for the two sides, with the
+time as an argument. A peer's network, or the simulator, asks, answers and fetches.
 
 No manifest names a moments blob, no agreed value depends on one, and nobody waits for one. So the
 peers need not agree on moments. A false one costs no more than a bad learning rate for one expert.
@@ -28,8 +28,8 @@ MASTER = "master"
 MAX_EXPERTS = 2048
 SHORTEST_TRANSFER_S = 300.0
 PATIENCE_S = 30.0
-"""A new owner waits this long for earlier owners that give nothing. Offered moments wait as long
-for a new owner that does not ask."""
+"""A new owner waits this long for earlier owners that offer nothing. An earlier owner keeps offered
+moments as long for a new owner that does not ask."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Moments(OnWire):
 
 
 def transfer_limit_s(num_bytes: int) -> float:
-    """How long these bytes of moments are worth waiting for.
+    """How long to wait for a number of bytes of moments.
 
     The limit is three times the time that they take on the slowest link that runs are meant for,
     20 Mbit/s. So an expert of SPES 7B (2.4 GB with masters) gets 48 minutes; a step takes one.
@@ -84,7 +84,7 @@ def layout_of_size(layout: Layout, expert: int, num_bytes: int) -> UnitLayout | 
 
 
 def moments_shapes(layout: Layout, expert: int) -> dict[str, Shape]:
-    """Name in a moments blob -> shape, masters included."""
+    """Shape of each tensor in a moments blob, by its name there; masters included."""
     pieces = layout.by_unit[expert_unit(expert)].slices
     return {
         f"{kind}.{piece.name}": layout.shapes[piece.name]
@@ -99,10 +99,10 @@ def moments_shapes(layout: Layout, expert: int) -> dict[str, Shape]:
 def handed_over(
     me: PeerId, previous: Manifest, manifest: Manifest
 ) -> dict[int, tuple[PeerId, ...]]:
-    """Each expert of `me` in `previous` -> its new owners in `manifest`, which need the moments.
+    """For each expert of `me` in `previous`: its new owners in `manifest`, which need the moments.
 
-    So a peer that leaves hands over all its experts. A peer with more than its share hands over the
-    surplus. A co-owner that stays hands over experts that get a further owner.
+    A peer that leaves hands over all its experts, and a peer with more than its share its surplus.
+    A co-owner that stays hands over moments of experts that get a further owner.
     """
     newcomers = {}
     for expert, owners in sorted(manifest.owners.items()):
@@ -125,16 +125,16 @@ class _Out:
     waits_for: set[PeerId]
     until_s: float
     last_s: float
-    """Final limit, even for a new owner that keeps asking."""
+    """When the offer ends, even for a new owner that keeps asking."""
 
 
 class Giving:
-    """Moments that one peer offers to new owners of experts that were its own."""
+    """Moments that a peer offers to new owners of experts that it owned before."""
 
     def __init__(self) -> None:
         """Starts without offers."""
         self.taken: set[int] = set()
-        """Experts whose new owners all said that they need no more."""
+        """Experts whose new owners have all said that they need nothing more."""
         self._out: dict[Moments, _Out] = {}
 
     def put(self, moments: Moments, peers: Iterable[PeerId], now_s: float) -> None:
@@ -178,14 +178,14 @@ class Search:
 
     expert: int
     version: int
-    """Round in which its weights last changed; older moments do not belong to them."""
+    """Round in which the expert's weights last changed; older moments do not belong to these."""
     owners: tuple[PeerId, ...]
-    """The other peers that owned it before."""
+    """The other peers that owned the expert before."""
     givers: tuple[PeerId, ...]
-    """These owners, without those from which a blob could not be fetched."""
+    """The `owners`, except those from which a blob could not be fetched."""
     until_s: float
     source: PeerId | None = None
-    """The peer from which they are being fetched."""
+    """The peer from which the moments are being fetched."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Choice:
 
 
 class Taking:
-    """One peer's searches for the moments of experts that others owned before."""
+    """One peer's searches for the moments of experts that other peers owned before."""
 
     def __init__(self) -> None:
         """Starts without searches."""
@@ -228,7 +228,7 @@ class Taking:
         return bool(self._searches)
 
     def whom_to_ask(self) -> list[PeerId]:
-        """Peers that have, or may still get, the wanted moments; also while these are fetched."""
+        """Peers that have the wanted moments, or may still get them; asked during a fetch too."""
         givers = (peer for search in self._searches.values() for peer in search.givers)
         return list(dict.fromkeys(givers))
 
@@ -251,20 +251,20 @@ class Taking:
         return choices
 
     def _is_wanted(self, search: Search, moments: Moments) -> bool:
-        """Whether these are the moments of the weights that were taken up."""
+        """Whether these moments belong to the weights that this peer took over."""
         return moments.expert == search.expert and moments.round >= search.version
 
     def _may_come(self, search: Search, now_s: float) -> bool:
-        """Whether to wait for a giver: for a while, and while other moments come from it."""
+        """Whether to wait for a giver: up to a limit, and while it sends other moments."""
         busy = {other.source for other in self._searches.values()}
         is_early = now_s <= search.until_s and bool(search.givers)
         return is_early or not busy.isdisjoint(search.givers)
 
     def fetched(self, choice: Choice, now_s: float, *, is_here: bool) -> bool:
-        """Ends a search with the fetched moments, or continues without the giver that failed.
+        """Ends a search whose moments were fetched, or continues it without the failed giver.
 
         Returns:
-            Whether the expert may have the moments: they are here, and still looked for.
+            Whether to use the moments: they are here, and the search for them had not ended.
         """
         search, giver = choice.search, choice.search.source
         if self._searches.get(search.expert) is not search:
@@ -302,7 +302,7 @@ def encode_question(settled: Iterable[Digest]) -> bytes:
 
 
 def decode_question(encoded: bytes) -> tuple[Digest, ...]:
-    """Blobs of the receiver that the asking peer has already, from foreign bytes.
+    """The blobs that the asking peer has already, from the foreign bytes of its question.
 
     Raises:
         BadMessage: not of the schema.

@@ -1,4 +1,4 @@
-"""Which peer is asked for which bytes, and how long attempts continue. No clock."""
+"""Which peer is asked for which bytes, and for how long attempts continue. Without a clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Generic, TypeVar
 from swarm.protocol.timing.backoff import backoff_s
 
 STALLED_S = 3600.0
-"""A state counts as lost when none of it arrives for this long: peers restart within minutes."""
+"""A state counts as lost when no byte of it arrives for this long; a peer that restarts takes
+minutes."""
 WHOLE_S = 24 * 3600.0
 """A state that is not whole after this long is given up, even while bytes of it arrive."""
 FIRST_REST_S = 10.0
@@ -24,11 +25,11 @@ class FetchAttempts:
     """Failed attempts to fetch one manifest. Times are seconds of one monotonic clock.
 
     Attributes:
-        begin_s: when the first attempt began.
+        begin_s: time when the first attempt began.
         most_bytes: the most bytes that were here after any attempt.
-        moved_s: when `most_bytes` last rose.
-        failures: attempts in a row that brought nothing.
-        next_s: when the next attempt begins.
+        moved_s: time when `most_bytes` last rose.
+        failures: attempts in a row that brought no new bytes.
+        next_s: time when the next attempt begins.
         whole_s: how long the state may take to become whole.
         longest_rest_s: the longest rest between two attempts.
     """
@@ -49,13 +50,13 @@ class FetchAttempts:
         whole_s: float = WHOLE_S,
         longest_rest_s: float = LONGEST_REST_S,
     ) -> FetchAttempts:
-        """The state before the first attempt, with so many bytes here."""
+        """The state before the first attempt, when `num_bytes` are here."""
         return FetchAttempts(now_s, num_bytes, now_s, 0, now_s, whole_s, longest_rest_s)
 
     def failed(self, now_s: float, num_bytes: int) -> FetchAttempts:
-        """The state after an attempt that ended with so many bytes here, but not with all.
+        """The state after a failed attempt, when `num_bytes` are here.
 
-        Only a new maximum counts: a sender of wrong bytes makes the number fall and rise.
+        Only a new maximum counts as progress: wrong bytes make the number rise and fall again.
         """
         if num_bytes > self.most_bytes:
             return replace(self, most_bytes=num_bytes, moved_s=now_s, failures=0, next_s=now_s)
@@ -69,7 +70,7 @@ class FetchAttempts:
         return self.failures > 0 or self.moved_s > self.begin_s
 
     def left_s(self, now_s: float) -> float:
-        """Seconds that the state has left to become whole; not positive once it is given up."""
+        """Seconds that are left until the state must be whole; not positive once it is given up."""
         return self.begin_s + self.whole_s - now_s
 
     def why_given_up(self, now_s: float) -> str | None:
@@ -85,7 +86,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Failure(Enum):
-    """How an attempt failed, which decides who rests."""
+    """How an attempt failed; this decides what rests."""
 
     SILENT = "silent"  # no connection, no progress, early end, busy: the peer rests
     MISSING = "missing"  # it does not have these bytes (yet): only this job rests at this peer
@@ -105,7 +106,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Assignment(Generic[Key]):
-    """A job to ask of a peer now, and why of this peer."""
+    """A job to ask of a peer now, and why this peer was chosen."""
 
     key: Key
     peer: str
@@ -127,7 +128,7 @@ class _Job(Generic[Key]):
     peer: str | None = None
     """The peer that was asked; None while the job waits."""
     rests: dict[str, _Rest] = field(default_factory=dict)
-    """For each peer that did not have the bytes, its last rest for this job."""
+    """The last rest of each peer that did not have this job's bytes."""
     resting: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
 
@@ -139,11 +140,12 @@ class _Load:
 
 
 _SCAN = 64
-"""Waiting jobs of a peer that one decision looks at: its cost must not grow with the queue."""
+"""Most waiting jobs of a peer that one decision looks at, so that its cost does not grow with the
+queue."""
 
 
 class Sourcing(Generic[Key]):
-    """The state behind the decisions; every method takes the time it needs as an argument."""
+    """Assigns jobs to peers. Methods that need the time take it as an argument."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
@@ -155,18 +157,18 @@ class Sourcing(Generic[Key]):
         self._loads: dict[str, _Load] = {}
         self._rests: dict[str, _Rest] = {}
         self._resting: list[tuple[float, int, Key, str]] = []
-        """Heap of the ends of jobs' rests: until, tie-breaker, job, peer."""
+        """Heap of jobs' rests, by their ends: until, tie-breaker, job, peer."""
         self._count = 0
 
     def want(self, key: Key, num_bytes: int, sources: Iterable[str]) -> None:
-        """Adds a job, or further sources to one that is there already."""
+        """Adds a job, or further sources of a known job."""
         job = self._jobs.setdefault(key, _Job(key, num_bytes, []))
         job.sources = [*dict.fromkeys([*job.sources, *sources])]
         if job.peer is None:
             self._queue(job)
 
     def forget(self, key: Key) -> None:
-        """Withdraws a job, whether or not it was asked for; unknown ones are ignored."""
+        """Withdraws a job, whether or not a peer was asked for it. Unknown jobs are ignored."""
         job = self._jobs.pop(key, None)
         if job and job.peer is None:
             self._unqueue(job)
@@ -174,7 +176,7 @@ class Sourcing(Generic[Key]):
             self._unload(job)
 
     def is_waiting(self, key: Key) -> bool:
-        """Whether the job is known and asked of nobody."""
+        """Whether the job is known, and no peer is asked for it now."""
         return key in self._jobs and self._jobs[key].peer is None
 
     def knows(self, key: Key) -> bool:
@@ -182,14 +184,14 @@ class Sourcing(Generic[Key]):
         return key in self._jobs
 
     def done(self, key: Key) -> None:
-        """Ends a job whose bytes came and were right; the peer that sent them is trusted again."""
+        """Ends a job whose right bytes arrived; the rests of the peer that sent them end."""
         job = self._jobs.get(key)
         if job and job.peer is not None:
             self._rests.pop(job.peer, None)
         self.forget(key)
 
     def released(self, key: Key) -> None:
-        """Puts back a job that was assigned but not asked for; this counts as no failure."""
+        """Puts back an assigned job for which no peer was asked; this is not a failure."""
         job = self._jobs.get(key)
         if job:
             self._unload(job)
@@ -227,7 +229,7 @@ class Sourcing(Generic[Key]):
 
     def _longer(self, rest: _Rest | None, why: str, now: float) -> _Rest:
         if rest and rest.until > now:
-            return rest  # the peer's other flows broke at the same time: one failure
+            return rest  # the peer's other flows broke at the same time: counts as one failure
         failures = rest.failures + 1 if rest else 1
         length_s = backoff_s(failures, self._limits.rest_s, self._limits.longest_rest_s)
         return _Rest(now + length_s, failures, why)
@@ -235,10 +237,10 @@ class Sourcing(Generic[Key]):
     def assign(self, now: float, most: int | None = None) -> list[Assignment[Key]]:
         """The jobs to ask for now; each counts as asked until done, failed or released.
 
-        At most `most` jobs are assigned, if it is given: ask again for the others.
+        At most `most` jobs are assigned. Call again for the others.
 
         The least loaded peer chooses first. It takes its oldest job whose earlier sources are all
-        busy. So a source further down the list helps as soon as the sources before it are full.
+        busy. So a later source in a job's list helps as soon as the sources before it are full.
         """
         self._wake(now)
         assignments = _Turn(self, now, _SCAN).assign(most)
@@ -247,7 +249,7 @@ class Sourcing(Generic[Key]):
         return assignments
 
     def next_time(self, now: float) -> float | None:
-        """When the next rest ends that holds a waiting job back; None if none does."""
+        """When the next rest ends that keeps a job waiting; None if no rest does."""
         times = [rest.until for peer, rest in self._rests.items() if peer in self._waiting]
         times += [until for until, *_ in self._resting[:1]]
         return min((time for time in times if time > now), default=None)
@@ -339,8 +341,8 @@ def _remove(queues: dict[str, dict[Key, None]], peer: str, key: Key) -> None:
 class _Turn(Generic[Key]):
     """One call of `Sourcing.assign`.
 
-    During the call, peers can become full but not free. So the first free source of a job only
-    moves down the job's list, and no source is looked at twice.
+    During the call, a peer can become full but not free. So the first free source of a job only
+    moves towards the end of its list, and no source is looked at twice.
     """
 
     def __init__(self, sourcing: Sourcing[Key], now: float, scan: int | None) -> None:
@@ -353,12 +355,13 @@ class _Turn(Generic[Key]):
             if sourcing._obstacle(peer, now) is not None
         }
         self._places: dict[Key, int] = {}
-        """For each job, how many sources from its first on are known not to be free."""
+        """For each job, how many of its first sources are known not to be free."""
         self._passed: set[str] = set()
-        """Free peers that found no job; dropped once a source before them becomes full."""
+        """Free peers without a suitable job. A peer leaves this set once a source before it becomes
+        full."""
 
     def assign(self, most: int | None) -> list[Assignment[Key]]:
-        """The least loaded free peer chooses first; of several, the first by name."""
+        """The least loaded free peer chooses first; of equally loaded ones, the first by name."""
         sourcing = self._all
         assignments: list[Assignment[Key]] = []
         free = [self._turn_of(peer) for peer in sourcing._waiting if peer not in self._blocked]
@@ -385,7 +388,7 @@ class _Turn(Generic[Key]):
         return self._all._load(peer).num_bytes, peer
 
     def _next_job(self, peer: str) -> _Job[Key] | None:
-        """The oldest job for this peer; if none of the first `_SCAN` suits, one that prefers it."""
+        """The oldest suitable of this peer's first `_SCAN` jobs, or a job that prefers the peer."""
         for job in self._oldest(peer):
             if self._first_free(job) == peer:
                 return job
@@ -409,7 +412,7 @@ class _Turn(Generic[Key]):
         return sources[place] if place < len(sources) else None
 
     def _successors(self, full: str) -> set[str]:
-        """Peers that found no job before, and are now the first free source of one."""
+        """Peers that found no job before, and are now the first free source of a job."""
         return {
             peer for job in self._oldest(full) if (peer := self._first_free(job))
         } & self._passed

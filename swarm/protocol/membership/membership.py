@@ -30,9 +30,9 @@ from swarm.protocol.values.manifest import (
 )
 
 TRIAL_ROUNDS = 10
-"""Rounds that have to count a trainee before it votes, and before a newcomer owns more than the
-fair share (ownership cap). So a peer that claims a capacity but cannot do the work, or leaves
-early, holds up few experts."""
+"""So many rounds have to count a trainee before it votes, and a newcomer before it owns more than
+the fair share (ownership cap). So a peer that cannot do the work that it claims, or leaves early,
+delays few experts."""
 
 
 Members = Mapping[PeerId, Member]
@@ -40,7 +40,7 @@ Members = Mapping[PeerId, Member]
 
 @dataclass(frozen=True)
 class Electorate:
-    """The members of the next manifest, each with its vote or without, and why votes changed."""
+    """The members of the next manifest, with or without a vote, and why votes changed."""
 
     members: dict[PeerId, Member]
     reasons: tuple[str, ...]
@@ -51,31 +51,32 @@ Elect = Callable[[Members, Collection[PeerId], str], Electorate]
 
 
 def most_unvouched(num_vouched: int) -> int:
-    """The most voters that no anchor vouches for, given the number of vouched members.
+    """The largest number of unvouched voters, given the number of vouched members.
 
     They are less than a third of all voters, so they form no majority and block none. With one or
-    two vouched voters, none are allowed: of two votes, the first convener's alone decides.
+    two vouched voters, none are allowed: of two votes, that of the first convener alone decides.
     """
     return max(0, (num_vouched - 1) // 2)
 
 
 def with_voters(members: Members, contributors: Collection[PeerId], seed: str) -> Electorate:
-    """Gives votes to vouched members and to trainees that earned votes; takes some away [R7].
+    """Gives votes to vouched members and trainees that earned them; takes excess votes away [R7].
 
     An unvouched voter becomes a trainee again when too few vouched members are left.
 
     Args:
-        members: members of the next manifest. Their counted rounds include this one, and their
+        members: members of the next manifest. Their counted rounds include this round, and their
             votes are still those of the parent.
         contributors: peers whose work this round counted.
-        seed: draws the order in which trainees that have earned their vote get it.
+        seed: decides the order in which trainees that have earned a vote get it.
 
     Returns:
-        At least one voter: if all of them leave, the trainee counted in the most rounds votes.
+        At least one voter: if all voters leave, the trainee that was counted in the most rounds
+        gets a vote.
     """
     vouched = {peer for peer, member in members.items() if member.vouched}
     voted = {peer for peer, member in members.items() if member.votes}
-    if not vouched:  # no vouched member is left that others could outvote
+    if not vouched:  # there is no vouched member whom others could outvote
         return Electorate(dict(members), ()) if voted else _heir(members, seed)
     most, unvouched = most_unvouched(len(vouched)), voted - vouched
     kept = _by_work(members, unvouched, seed)[:most]
@@ -123,16 +124,16 @@ def steadiest(
 
     Policy: roster repair.
 
-    However many keys vanish one after the other, a campaign restarts only a few times. Voters stay.
-    At the second setback the quarter of the trainees that was counted in the most rounds stays. At
-    each further setback a quarter of these stays. The experts of the others come later
-    (late offers).
+    This bounds the restarts of a campaign, however many trainees vanish one after the other. Voters
+    stay. At the second setback, the quarter of the trainees stays that was counted in the most
+    rounds. At each further setback, a quarter of these trainees stays. The others offer their
+    experts later (late offers).
 
     Args:
         members: members of the tip.
         peers: peers that have offered and were not missing.
-        setbacks: how often the round was restarted without trainees.
-        seed: draws the order of trainees that were counted equally often.
+        setbacks: how often the round was restarted to leave out trainees.
+        seed: decides the order of trainees that were counted equally often.
     """
     voters = {peer for peer in peers if peer in members and members[peer].votes}
     trainees = [peer for peer in peers if peer in members and peer not in voters]
@@ -171,8 +172,8 @@ def _heir(members: Members, seed: str) -> Electorate:
 
 
 MAX_ABSENT = 1024
-"""The most vouched former members that a manifest remembers. Members without invitations to give
-are forgotten first; among equals, those that left first."""
+"""The most vouched former members that a manifest remembers. Members that may not invite are
+forgotten first; among equals, those that left first."""
 NOTHING_SAID: Mapping[PeerId, Any] = MappingProxyType({})
 
 
@@ -181,10 +182,10 @@ class Membership:
     """The members of the next manifest, and why members joined, left or changed."""
 
     members: dict[PeerId, Member]
-    """In peer-id order."""
+    """The members in peer-id order."""
     reasons: tuple[str, ...]
     invited: dict[PeerId, Credential] = field(default_factory=dict)
-    """Credentials of peers that vote without having earned it, in peer-id order."""
+    """Credentials of peers that vote by invitation, in peer-id order."""
     invitations: dict[Digest, Used] = field(default_factory=dict)
     """Invitations that were used and are still valid."""
     absent: dict[PeerId, FormerMember] = field(default_factory=dict)
@@ -205,26 +206,28 @@ def next_members(
     guests: Guests | None = None,
     elect: Elect = with_voters,
 ) -> Membership:
-    """Counts silence, removes leavers, takes joiners in, and gives votes to peers that earned them.
+    """Counts silent rounds, removes leavers, admits joiners, and gives votes that were earned.
 
-    A stranger starts as a trainee. The founder votes at once, and so do peers that an anchor
-    vouches for, or vouched for before. In a run that is not open, nobody else may join. A voter is
-    never removed for not contributing. Otherwise a slow majority would lose its votes by the rounds
-    that it misses.
+    A stranger starts as a trainee. The founder votes at once, and so do peers for which an anchor
+    vouches now or vouched before. In a run that is not open, nobody else may join. A voter is never
+    removed for not contributing: otherwise a slow majority would lose its votes by the rounds that
+    it misses.
 
     Args:
         parent: manifest whose members decide.
         heard: peers that sent any READY to the convener in this campaign.
         contributors: peers whose offers are in the round.
         leaving: peers that asked to leave.
-        joiners: capacity of strangers that asked to join. The number of members (at least one) is
-            the most that join, in an order that the seed draws.
-        seed: draws that order.
-        silent_limit: K; a member is removed after more than so many silent rounds.
-        capacities: of members that declared one in this campaign; others keep theirs.
-        rooms: of members that declared one, and of joiners; others keep theirs.
-        guests: who may join, and whom anchors vouch for; None: anybody may join, as a trainee.
-        elect: gives votes.
+        joiners: capacity of strangers that asked to join. At most as many join as there are members
+            (at least one), in an order that the seed decides.
+        seed: decides that order.
+        silent_limit: K. A member is removed after more than K silent rounds.
+        capacities: capacities of members that declared a capacity in this campaign; others keep
+            theirs.
+        rooms: rooms of members that declared a room, and of joiners; others keep theirs.
+        guests: decides who may join, and for whom anchors vouch; None: anybody may join, as a
+            trainee.
+        elect: decides who votes.
 
     Returns:
         At least one member: when everybody would leave and nobody joins, all members stay listed.
@@ -265,7 +268,7 @@ def absent_after(
         parent: the manifest before.
         members: the members after it.
         number: training round of the manifest.
-        given: how many peers each inviter has let in by now, where that changed.
+        given: how many peers each inviter has admitted by now, where that changed.
     """
     gone = {
         peer: FormerMember(number, member.invites, given.get(peer, member.given), member.weight)
@@ -278,7 +281,7 @@ def absent_after(
 
 
 def come_back(parent: Manifest, peer: PeerId, capacity: float) -> Member | None:
-    """A former vouched member, or the founder, as a member again; None for any other peer."""
+    """A returning vouched member, or the founder, as a member; None for other peers."""
     if before := parent.absent.get(peer):
         new = Member(1, capacity, counted=0, invites=before.invites, given=before.given)
         return replace(new, weight=before.weight)
@@ -286,7 +289,7 @@ def come_back(parent: Manifest, peer: PeerId, capacity: float) -> Member | None:
 
 
 def _unchanged(parent: Manifest, heard: Collection[PeerId]) -> Membership:
-    """The membership in which all members stay, since otherwise none would."""
+    """The membership with all members unchanged, since otherwise there would be none."""
     return Membership(
         {
             peer: replace(member, silent=0 if peer in heard else member.silent)
@@ -300,13 +303,13 @@ def _unchanged(parent: Manifest, heard: Collection[PeerId]) -> Membership:
 
 @dataclass
 class Guests:
-    """Decides peer by peer which may join, and which are vouched for [R8].
+    """Decides peer by peer which peers may join, and which peers are vouched for [R8].
 
     Attributes:
         shown: the credential of each peer that has shown one.
-        uses: uses of invitations, as in the parent and by guests taken in since.
-        came_with: the credentials of the guests taken in since.
-        given: how many peers each inviter of these guests has let in by now.
+        uses: uses of invitations: those in the parent, and by guests admitted since.
+        came_with: the credentials of the guests admitted since.
+        given: number of peers that each inviter of these guests has admitted so far.
     """
 
     parent: Manifest
@@ -321,13 +324,13 @@ class Guests:
     def of(
         cls, parent: Manifest, shown: Mapping[PeerId, Credential], *, run: str, is_open: bool
     ) -> Guests:
-        """The state before anybody has joined."""
+        """The state before any guest is admitted."""
         return cls(parent, shown, dict(parent.invitations), is_open, run)
 
     def vouched_for(
         self, members: Mapping[PeerId, Member]
     ) -> tuple[dict[PeerId, Member], list[str]]:
-        """The members, with what anchors now vouch for, and a sentence about each change."""
+        """The members with the rights that their credentials give, and a sentence a change."""
         known, reasons = dict(members), []
         for peer in sorted(self.shown.keys() & members.keys()):
             if not self.is_raised(peer, members[peer]):
@@ -343,7 +346,7 @@ class Guests:
         return known, reasons
 
     def is_raised(self, peer: PeerId, member: Member) -> bool:
-        """Whether a member's credential gives it anything that it lacks."""
+        """Whether a member's credential gives the member a right that it does not have yet."""
         shown = self.shown.get(peer)
         if shown is None:
             return False
@@ -357,7 +360,7 @@ class Guests:
     def taken_in(
         self, capacities: Mapping[PeerId, float]
     ) -> tuple[dict[PeerId, Member], list[str]]:
-        """Which of these strangers become members, in their order, and why or why not."""
+        """The strangers that become members, in the given order, and why or why not."""
         room, num_refused = max(1, len(self.parent.members)), 0
         members: dict[PeerId, Member] = {}
         reasons = []
@@ -396,7 +399,7 @@ class Guests:
         )
 
     def _left_to(self, inviter: PeerId) -> float:
-        """How many peers an inviter may still let in."""
+        """How many peers an inviter may still admit."""
         if inviter == self.parent.founding.founder:
             return inf
         member = self.parent.members.get(inviter)
@@ -415,14 +418,14 @@ class Guests:
         return invitation
 
     def charged(self, members: Mapping[PeerId, Member]) -> dict[PeerId, Member]:
-        """The members, each with the number of peers that it has let in by now."""
+        """The members, each with the number of peers that it has admitted by now."""
         return {
             peer: replace(member, given=self.given[peer]) if peer in self.given else member
             for peer, member in members.items()
         }
 
     def received(self, peer: PeerId, capacity: float) -> tuple[Member, str]:
-        """The newcomer as a member, and a sentence about it."""
+        """The newcomer as a member, and a sentence about its admission."""
         if back := come_back(self.parent, peer, capacity):
             return back, f"{peer} joined again, vouched for before"
         if self.problem(peer) is None:
@@ -446,7 +449,7 @@ def _staying(
     silent_limit: int,
     declared: tuple[Mapping[PeerId, float], Mapping[PeerId, int]],
 ) -> tuple[dict[PeerId, Member], list[str]]:
-    """The parent's members that neither left nor were silent for too long."""
+    """The parent's members that neither left nor were silent for too many rounds."""
     members: dict[PeerId, Member] = {}
     reasons = []
     capacities, rooms = declared

@@ -1,7 +1,7 @@
 """Which peers train which expert in the next round (expert ownership).
 
-Pure: every peer computes the same assignment from the parent manifest and the round's
-contributors, so nobody has to be believed.
+Pure: every peer computes the same assignment from the parent manifest and the round's contributors,
+    so no peer has to trust another's assignment.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from swarm.protocol.values.manifest import ALL_EXPERTS, Manifest, PeerId, turn
 
 NO_ROOMS: Mapping[PeerId, int] = MappingProxyType({})
 GREED = 2
-"""A member owns at most this many fair shares, whatever capacity it claims; on trial, one. A fair
-share is all places of owners divided by the members, rounded up. Nobody can check what a machine is
-able to do, and if a peer fails, all that it owns is lost or held up."""
+"""A member owns at most this many fair shares, whatever capacity it claims; a member on trial owns
+at most one. A fair share is experts times owners per expert, divided by the members, rounded up.
+The limit is there because claims cannot be checked, and the experts of a peer that fails are lost
+or delayed."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """The owners of the next round, and why any expert moved."""
+    """The owners of the next round, and why experts moved."""
 
     owners: dict[int, tuple[PeerId, ...]]
     """The owners of each expert, in peer-id order."""
     reasons: tuple[str, ...]
-    """A sentence for each expert that a peer got or lost, in the order of the decisions."""
+    """A sentence for each expert that changed owners, in the order of the decisions."""
 
 
 def assign(
@@ -44,30 +45,32 @@ def assign(
     num_experts: int,
     seed: str,
 ) -> Assignment:
-    """Moves only experts that must move, or whose move strictly balances the load.
+    """Moves only experts that have to move, or whose move makes the load more even.
 
     Capacities determine the shares, within limits (ownership cap). A limit is exceeded only if no
-    contributor within its own limit can take an expert. Nobody gets an expert that does not fit. An
-    expert that fits nowhere has no owner until a member has room for it. Each expert gets a first
-    owner before any gets a second one. A member that owns more experts than it has room for keeps
-    those that no contributor can take.
+    contributor within its own limit can take an expert. No member gets an expert that does not fit
+    its machine. An expert that fits no machine has no owner until a member has room for it. Each
+    expert gets a first owner before any gets a second. A member that owns more experts than it has
+    room for keeps the experts that no contributor can take.
 
     Args:
         previous: owners so far; experts may be missing.
         members: capacity of each member of the new manifest.
-        contributors: peers that finished the round; others get only what fits no contributor.
+        contributors: peers that finished the round. Other members get only experts that fit no
+            contributor.
         stale: experts that were not renewed for too many rounds. An owner that did not contribute
             loses a stale expert.
-        rooms: how many experts fit the machine of each member; without an entry, all of them.
-        silent: members that lose all their experts; they may still come back before they lose
-            their votes.
+        rooms: number of experts that fit the machine of each member. Without an entry, all experts
+            fit.
+        silent: members that lose all their experts, though they keep their votes for a while.
         on_trial: members that joined lately.
-        owners_per_expert: R; an expert has min(R, members) owners, or all members with room.
+        owners_per_expert: R; an expert has min(R, members) owners, or fewer if too few members have
+            room.
         num_experts: experts 0 .. num_experts - 1.
         seed: breaks ties, so that they do not always favor the same peer.
 
     Returns:
-        The assignment. If it is passed back as `previous`, nothing changes.
+        The assignment. With this result as `previous`, the function changes nothing.
     """
     if not members:
         return Assignment(dict.fromkeys(range(num_experts), ()), ())
@@ -112,12 +115,12 @@ class _Work:
         self.seed = seed
         self.owners: dict[int, list[PeerId]] = {}
         self.losing: dict[int, list[PeerId]] = {}
-        """Owners that are to lose an expert, and stay only where no contributor can take it."""
+        """Owners that are to lose an expert; they keep it only if no contributor can take it."""
         self.load = dict.fromkeys(self.peers, 0)
         self.turns = {peer: turn(seed, peer) for peer in self.peers}
 
     def keep(self, expert: int, wanted: int, is_stale: bool) -> None:
-        """Keeps the valid owners, contributors first if there are too many."""
+        """Keeps the valid owners; if there are too many, contributors before others."""
         valid = [peer for peer in self.previous.get(expert, ()) if peer in self.capacity]
         valid.sort(key=lambda peer: (peer not in self.contributors, peer))
         staying = [peer for peer in valid if not self._loses(peer, is_stale)]
@@ -132,8 +135,9 @@ class _Work:
     def fill(self, wanted: int) -> None:
         """Adds the least loaded peers until each expert has its owners, or nobody has room.
 
-        Where there is too little room, all first owners come before the second ones. Owners that
-        are to lose an expert keep it before it goes to a member that did not contribute.
+        Where there is too little room, all experts get a first owner before any gets a second. An
+        owner that is to lose an expert keeps it if otherwise a member that did not contribute would
+        get it.
         """
         num_experts = len(self.owners)
         there = sum(min(room, num_experts) for room in self.rooms.values())
@@ -158,7 +162,7 @@ class _Work:
         return self._able(expert, self.peers)
 
     def _able(self, expert: int, peers: Iterable[PeerId]) -> list[PeerId]:
-        """Those of these peers that an expert fits; if some are within their limits, only these."""
+        """Peers with room for an expert; if some of them are within their limits, only these."""
         fitting = [p for p in peers if p not in self.owners[expert] and self._fits(p)]
         return [peer for peer in fitting if self._has_room(peer)] or fitting
 
@@ -171,7 +175,7 @@ class _Work:
         )
 
     def _take_from_a_second(self, expert: int) -> None:
-        """Gives an expert without an owner one of the owners of an expert that has several."""
+        """Takes an owner from an expert with several owners, for an expert without one."""
         spare = [
             (peer not in self.contributors, -len(owners), other, self.turns[peer], peer)
             for other, owners in self.owners.items()
@@ -187,10 +191,10 @@ class _Work:
     def balance(self, wanted: int) -> None:
         """Moves one expert at a time to a contributor whose share stays below the giver's.
 
-        Experts beyond a member's limit or room go to any contributor that is within its own. The
-        loop ends. Each move lowers the number of such experts, or keeps it and lowers the shares in
-        lexicographic order, with the largest share first. If a move makes room for an expert
-        without an owner, the number of owners rises.
+        Experts beyond a member's limit or room go to any contributor that is within its own limit
+        and room. The loop ends, because each move lowers the number of such experts, or keeps that
+        number and lowers the shares in lexicographic order, with the largest share first. If a move
+        makes room for an expert without an owner, the number of owners rises.
         """
         while self._move_one():
             self.fill(wanted)
@@ -215,7 +219,7 @@ class _Work:
         return False
 
     def _relieve_one(self) -> bool:
-        """Replaces an owner that is to lose its expert, once a contributor has room for it."""
+        """Replaces an owner that is to lose its expert by a contributor that now has room."""
         for expert, losing in self.losing.items():
             owners = self.owners[expert]
             for giver in (peer for peer in losing if peer in owners):
@@ -232,7 +236,7 @@ class _Work:
         ]
         if not movable:
             return False
-        # To pass on an expert that the giver has only just been assigned costs nothing.
+        # Moving an expert that the giver was assigned just now costs nothing.
         expert = min(
             movable,
             key=lambda expert: (
@@ -264,7 +268,7 @@ class _Work:
         return (self.load[peer] + extra) / self.capacity[peer]
 
     def reasons(self, stale: Collection[int]) -> tuple[str, ...]:
-        """A sentence for every expert whose owners differ from the previous ones."""
+        """A sentence for each expert whose owners changed."""
         slots = sum(len(owners) for owners in self.owners.values())
         total = fsum(self.capacity.values())
         claimed = {
@@ -288,7 +292,7 @@ class _Work:
         return waiting_text(self.rooms.values())
 
     def _load_of(self, peer: PeerId, claimed: int) -> str:
-        """How much a peer owns of its share, and why that is less than its capacity claims."""
+        """How much of its share a peer owns, and why the share is below its claimed capacity."""
         most = self.most[peer]
         if claimed <= most:
             return f"load {self.load[peer]}/{claimed}"
@@ -326,8 +330,9 @@ def why_paused(tip: Manifest, rooms: Mapping[PeerId, int], least: float) -> str 
     Args:
         tip: the manifest to train from.
         rooms: experts that fit the machines of peers that are present, members or not.
-        least: share of the experts that must have an owner. If fewer have one, it is enough that
-            the machines present have room for this share: a round then assigns owners.
+        least: share of the experts that must have an owner. If fewer have an owner, training
+            continues once the machines present have room for this share, since a round then assigns
+            owners.
     """
     num_experts = len(tip.owners)
     wanted, owned = ceil(least * num_experts), num_experts - len(tip.ownerless)
@@ -342,7 +347,7 @@ def why_paused(tip: Manifest, rooms: Mapping[PeerId, int], least: float) -> str 
 
 
 def losses_survived(num_experts: int, rooms: Collection[int], least: float = 1.0) -> int | None:
-    """How many members, whichever they are, may be lost while enough experts keep an owner.
+    """How many members, in the worst case, may be lost while enough experts keep an owner.
 
     Args:
         num_experts: experts of the run.
@@ -350,7 +355,7 @@ def losses_survived(num_experts: int, rooms: Collection[int], least: float = 1.0
         least: share of the experts that must have an owner.
 
     Returns:
-        At most all but one member; None: the members have too little room already.
+        At most all but one member; None if the members have too little room already.
     """
     from_smallest = sorted(rooms)
     for left in range(1, len(from_smallest) + 1):

@@ -2,8 +2,8 @@
 
 The shell hands events in one at a time and carries the returned effects out in order. Each effect
 ends before the next begins. So a `Persist` is durable before the message of a later `Send` leaves.
-Long work (fetching, syncing, reducing, merging) is only started by its effect; the result comes
-back as an event. Nothing here knows a clock, a disk or a socket.
+An effect only starts long work (fetching, syncing, reducing, merging); the result comes back as an
+event. This module uses no clock, disk or socket.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from swarm.protocol.values.updates import UpdateBound
 
 @dataclass(frozen=True)
 class Regained(OnWire):
-    """The height after which a peer votes again, once its record was lost or rolled back [P5].
+    """The height after which a peer that lost its record, or its newest record, votes again [P5].
 
-    Before the loss, the peer cannot have voted beyond that height of that generation. So beyond it,
-    the peer knows all its votes.
+    Before the loss, the peer cannot have voted above that height in that generation. So it knows
+    all its votes above that height.
     """
 
     generation: Generation
@@ -33,20 +33,20 @@ class Regained(OnWire):
 
 @dataclass(frozen=True)
 class Record:
-    """All that the protocol keeps on disk apart from the blobs; replaced atomically."""
+    """The protocol's durable state, except blobs and chain; replaced atomically."""
 
     tip: Manifest
     certificate: messages.Certificate | None
     """Certificate of the tip; None for manifest 0."""
     parent: Manifest | None
-    """The tip's parent, which is needed to redo a merge."""
+    """The tip's parent, from which a merge can be computed again."""
     promised: messages.Ballot | None = None
     accepted: messages.Accepted | None = None
     """Promise and vote are for the height after the tip."""
     abstain_until_height: int = 0
-    """A peer whose record a damaged disk rolled back casts no vote up to this height [P5]."""
+    """A peer casts no vote up to this height if a damaged disk rolled its record back [P5]."""
     regained: Regained | None = None
-    """The generation in which the peer votes again after another height, if there is one."""
+    """A generation in which the peer votes again after its own height, if there is one."""
 
 
 # ---------------------------------------------------------------- events
@@ -67,14 +67,14 @@ class Received(NamedTuple):
 
 @dataclass(frozen=True)
 class Offered:
-    """Local steps are done; the offer's blobs and the private state are durable [P6]."""
+    """Local steps have ended; the offer's blobs and the private state are durable [P6]."""
 
     offer: messages.Offer
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The trainer expects its local steps on this tip to be done in so many seconds."""
+    """The trainer expects its local steps on this tip to end in `remaining_s`."""
 
     tip: Digest
     remaining_s: float
@@ -89,9 +89,9 @@ class Stored:
 
 @dataclass(frozen=True)
 class Unobtainable:
-    """A peer did not give a blob, or gave one that was refused.
+    """A peer did not send a blob, or sent one that was refused.
 
-    If `peer` is this peer itself, a blob that was here is missing or damaged.
+    If `peer` is this peer itself, a stored blob is missing or damaged.
     """
 
     digest: Digest
@@ -101,9 +101,9 @@ class Unobtainable:
 
 @dataclass(frozen=True)
 class NotMade:
-    """A value could not be made from a delta: it has another digest, or the attempt failed [W6].
+    """A value could not be made from a delta: wrong digest, or the attempt failed [W6].
 
-    The value may still be here: another peer may have sent it meanwhile.
+    The value may be here nevertheless, if another peer has sent it during the attempt.
     """
 
     digest: Digest
@@ -126,7 +126,7 @@ class Synced:
 
 @dataclass(frozen=True)
 class SyncFailed:
-    """The blobs of this manifest could not be made durable. The shell does not try again itself."""
+    """The blobs of this manifest could not be made durable. The shell does not retry by itself."""
 
     manifest: Digest
     reason: str
@@ -156,7 +156,7 @@ class LeaveAsked:
 
 @dataclass(frozen=True)
 class Discovered:
-    """Some peers of this run that the DHT lists, whatever chain they are on; to be greeted.
+    """Peers of this run that the DHT lists, on any chain; the machine greets them.
 
     Without this event, two parts of a swarm that forgot each other would never meet again.
     """
@@ -212,10 +212,9 @@ class BlobWanted:
     num_bytes: int
     sources: tuple[PeerId, ...]
     bound: UpdateBound | None = None
-    """How far the value may be from its base (update bounds); None: the blob is not judged as an
-    update."""
+    """How far the value may be from its base (update bounds); None: no bound is checked."""
     is_delta: bool = False
-    """Whether it is a delta; else it is a value."""
+    """Whether the blob is a delta; otherwise it is a value."""
 
 
 @dataclass(frozen=True)
@@ -315,7 +314,7 @@ class Apply:
 
 @dataclass(frozen=True)
 class Keep:
-    """Blobs that nothing here names may be deleted [GC]."""
+    """All blobs except the named ones may be deleted [GC]."""
 
     digests: frozenset[Digest]
 
@@ -340,7 +339,7 @@ class Topic(Enum):
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a guard fired or held back, in one sentence with its numbers."""
+    """Why the protocol did or did not act, in one sentence with its numbers."""
 
     topic: Topic
     text: str

@@ -20,7 +20,7 @@ from swarm.protocol.values.manifest import MAX_MANIFEST_BYTES, Manifest, Member,
 from swarm.protocol.values.work import book_of, book_problem
 
 MAX_EVIDENCE_BYTES = 8 * 2**20
-"""Evidence of 1,024 members and as many strangers, with 1,000 means, has half of this."""
+"""Evidence of 1,024 members and as many strangers, with 1,000 means, has half this size."""
 _EVIDENCE = TypeAdapter(messages.Evidence)
 
 
@@ -53,16 +53,16 @@ MAX_OFFER_BYTES = 2 * 2**20
 MAX_ROSTER_BYTES = 2**18
 """Limit of a roster's list; that of 1,024 offers and reducers has some 212 kB."""
 MAX_OFFERS = 512
-"""Offers that are kept decoded: those of two rounds of 256 peers."""
+"""Most offers that are kept decoded: those of two rounds of 256 peers."""
 MAX_OFFERS_BYTES = 64 * 2**20
-"""Limit of their encoded size. A trainee may send offers of 2 MiB, and decoded ones take four times
-that. Offers of one round of 256 peers have some 150 kB each for a 7B."""
+"""Limit of the encoded size of all kept offers. Decoded, an offer takes four times its encoded
+size, and a trainee may send offers of 2 MiB. An offer for a 7B with 256 peers has some 150 kB."""
 
 
 class KnownOffers:
-    """A cache of decoded offers, which come with every answer to a poll, and in rosters.
+    """A cache of decoded offers; the same offers come with each answer to a poll, and in rosters.
 
-    May be called from any thread: no thread sees a step of another half done.
+    May be called from any thread.
     """
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ _ROSTER_LIST = TypeAdapter(RosterList)
 
 @lru_cache(maxsize=2)
 def decode_roster(encoded: bytes) -> RosterList:
-    """The list of a roster; a repeated one costs nothing.
+    """The list of a roster; cached, since rosters are repeated.
 
     Raises:
         BadMessage: not of the schema.
@@ -150,7 +150,7 @@ def encode_roster(listed: RosterList) -> bytes:
 
 
 MAX_PROOF_BYTES = 8 * 2**20
-"""Enough for 16 links at 1,024 members; a certificate has 420 kB then, a head 60."""
+"""Enough for 16 links at 1,024 members, with certificates of 420 kB and heads of 60 kB."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ MAX_AMOUNT = 1e12
 
 @lru_cache(maxsize=4)
 def foreign_manifest(encoded: bytes) -> Manifest:
-    """A manifest with valid names and a valid book; cached, since the same come again and again.
+    """A manifest with valid names and valid sample numbers; cached, since manifests are repeated.
 
     Raises:
         BadManifest: it is not a manifest, a name in it is invalid, or its samples are out of order.
@@ -274,7 +274,7 @@ class SentRoster(schemas.OnWire):
 
 @dataclass(frozen=True)
 class SentCommit(schemas.OnWire):
-    """A COMMIT as it travels; its fields are in the order that `Claim` promises."""
+    """A COMMIT as it travels; its attachments are in the order that `Claim` documents."""
 
     manifest: Annotated[Manifest, schemas.BESIDE]
     proof: Annotated[Proof, schemas.BESIDE]
@@ -319,7 +319,7 @@ class _Beside:
     """The attachments of one message that is written or read; see `schemas.Attachments`."""
 
     def __init__(self, blobs: Mapping[str, Buffer] | None = None) -> None:
-        """Reads with these blobs; without them, fields keep the names of their attachments."""
+        """Reads with these blobs; without blobs, fields keep their references."""
         self._blobs = blobs
         self.named: list[schemas.Blob] = []
         self.out: dict[str, bytes] = {}
@@ -328,7 +328,7 @@ class _Beside:
         """The attachment that a message refers to.
 
         Raises:
-            BadMessage: it is missing, wrong, or announced larger than its kind may be.
+            BadMessage: the attachment is missing, wrong, or announced larger than its kind may be.
         """
         limit, read = _KINDS[kind]
         _require_size(blob, limit)
@@ -381,10 +381,11 @@ class BareMessage:
 
     Attributes:
         header: the header of the message.
-        kind: its type as on the wire.
+        kind: type of the message as on the wire.
         attachments: digest and size of every blob that the message refers to, to be fetched before
             it is decoded.
-        relays: peers that pass on what a PROPOSE names (blob relays); empty for any other message.
+        relays: peers that relay the attachments of a PROPOSE (blob relays); empty for any other
+            message.
     """
 
     def __init__(self, payload: Buffer) -> None:
@@ -401,7 +402,7 @@ class BareMessage:
         self._message, self._named = frame.message, beside.named
 
     def attachments_within(self, attachments: Mapping[str, Buffer]) -> tuple[tuple[str, int], ...]:
-        """Digest and size of every blob that an attachment names in turn: a roster's offers.
+        """Digest and size of each blob that an attachment names: the offers in a roster's list.
 
         Raises:
             BadMessage: an attachment is missing or wrong, or announces a blob too large.
@@ -414,12 +415,12 @@ class BareMessage:
         return tuple((blob.digest, blob.num_bytes) for blob in listed.offers.values())
 
     def holders(self, attachments: Mapping[str, Buffer]) -> dict[str, tuple[str, ...]]:
-        """Digest of each attachment -> peers that hold it, as far as the message says.
+        """The peers that hold each attachment according to the message, by the attachment's digest.
 
         The holders of a proposed manifest and its evidence are the peers that accepted it. The
         holder of an offer in a roster is its maker.
 
-        `attachments`: those of its attachments that are here.
+        `attachments`: the message's attachments that are here.
 
         Raises:
             BadMessage: an attachment is not of its schema.
@@ -438,10 +439,11 @@ def decode(
 ) -> tuple[messages.Header, messages.Message]:
     """A message from bytes that are not trusted.
 
-    The attachments are those that its `BareMessage` names, and those within these.
+    `attachments`: the blobs that the message's `BareMessage` names, and blobs that these name.
 
     Raises:
-        BadMessage: not of the schema, or an attachment is missing, wrong or not of its schema.
+        BadMessage: the message is not of the schema, or an attachment is missing, wrong or not of
+            its schema.
         BadManifest: an attached manifest is invalid.
     """
     frame = _frame(payload, _Beside(attachments))
@@ -461,7 +463,7 @@ def decode(
 
 
 def _as_sent(message: messages.Message, beside: _Beside) -> SentMessage:
-    """The message as it travels, with its attachments where the schema has them."""
+    """The message in the form in which it is sent."""
     match message:
         case messages.Roster(ballot, roster_id, offers, reducers):
             named = {peer: beside.sent(offer) for peer, offer in offers.items()}
@@ -486,7 +488,7 @@ def _require_size(blob: schemas.Blob, limit: int) -> None:
 
 
 def _content(blob: schemas.Blob, attachments: Mapping[str, Buffer]) -> bytes:
-    """A copy of an attachment, if it has the announced content."""
+    """A copy of an attachment, which must have the announced digest."""
     content = attachments.get(blob.digest)
     if content is None:
         raise BadMessage("attachment_missing", f"attachment {blob.digest[:12]} is missing")
@@ -496,5 +498,5 @@ def _content(blob: schemas.Blob, attachments: Mapping[str, Buffer]) -> bytes:
 
 
 def _brief(why: str) -> str:
-    """A reason in the form that a message may hold: short, with one byte for each character."""
+    """A reason as a message may carry it: short, with one byte for each character."""
     return re.sub(r"[^ !#-\[\]-~]", "?", why[: schemas.MAX_REASON_CHARACTERS])

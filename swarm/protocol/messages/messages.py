@@ -1,7 +1,7 @@
 """The eight messages that peers exchange to agree on a manifest.
 
-The connection that a message came on identifies its sender. A message keeps the header that its
-sender had when it was created, so a vote never crosses tips, generations or electorates [H1, H2].
+The connection that a message came on identifies its sender. A message keeps the header of its
+creation. So a vote never counts for another tip, generation or electorate [H1, H2].
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SIGNATURE = Annotated[schemas.SignatureText, AfterValidator(b64decode), PlainSe
 Signature = Annotated[bytes, schemas.read_as(_SIGNATURE)]
 """Ed25519, 64 bytes; the signer's key follows from its peer id."""
 UNSIGNED: Signature = bytes(SIGNATURE_BYTES)
-"""A signature for peers that trust each other, as in tests of the machine alone."""
+"""A placeholder for peers that trust each other, as in tests of the machine alone."""
 Uplinks = Annotated[
     Mapping[schemas.PeerText, schemas.Uplink],
     Field(max_length=4096),
@@ -85,12 +85,12 @@ class OfferedUnit(schemas.OnWire):
     base: schemas.DigestText
     """Digest of the agreed value that it was trained from [S3]."""
     delta: schemas.DigestIfAny = None
-    """The blob that makes the value from the base, where one writer's delta is taken verbatim."""
+    """The delta from the base to the value, for a unit that is used verbatim."""
 
 
 @dataclass(frozen=True)
 class Offer(schemas.OnWire):
-    """What one peer puts into a round. Travels as a blob; messages carry its digest."""
+    """The values that a peer puts into a round: a blob, which messages name by its digest."""
 
     tip: schemas.DigestText
     """Manifest that the local steps started from."""
@@ -102,7 +102,7 @@ class Offer(schemas.OnWire):
 
     @cached_property
     def is_late(self) -> bool:
-        """Whether the offer holds only experts, as one by a peer that earlier rounds left out.
+        """Whether the offer has only experts, from a peer that an earlier round left out.
 
         Policy: late offers.
         """
@@ -121,7 +121,7 @@ class Offer(schemas.OnWire):
 
 @dataclass(frozen=True)
 class Declaration(schemas.OnWire):
-    """The signed part of a READY: others see it as evidence of a proposal [A6]."""
+    """The signed part of a READY, which others see as evidence of a proposal [A6]."""
 
     offer: schemas.DigestText | None
     """Digest of its offer's blob; None without an offer."""
@@ -143,7 +143,7 @@ class Declared:
 
 @dataclass(frozen=True)
 class _Signed(Declaration):
-    """The form in JSON: all in one object."""
+    """The JSON form: declaration and signature in one object."""
 
     signature: Signature = field(kw_only=True)
 
@@ -175,22 +175,23 @@ class Evidence(schemas.OnWire):
     """The signed statements behind the manifest of a round [A6]. Travels as a blob."""
 
     declared: Mapping[schemas.PeerText, DeclaredText]
-    """From every member that the convener heard, and from the strangers that it takes in."""
+    """Declarations of every member that the convener heard, and of the strangers that it admits."""
     able: Uplinks
-    """The possible reducers, in peer-id order, with the uplinks by which units were assigned. Both
-    rest on the convener's word alone."""
+    """The possible reducers, in peer-id order, with the uplinks by which units were assigned.
+    Nothing proves these claims of the convener."""
     roster_id: schemas.DigestText
     """The roster under which the reducers signed."""
     reports: Annotated[tuple[Report, ...], Field(max_length=MAX_REPORTS)]
-    """Results of the reducers. For each unit, its reducer's first report with the unit counts."""
+    """Results of the reducers. Of several reports on a unit, its reducer's first counts."""
 
 
 @dataclass(frozen=True)
 class Certificate(schemas.OnWire):
     """Why a manifest counts as decided: the signed ACCEPTs of a quorum of the parent's voters.
 
-    For a reform: the ACCEPTs of those voters of its parent that have joined it, under ballot 0 of
-    its author. These need not be a quorum: with a quorum, no reform would have been made.
+    For a reform: the ACCEPTs of those voters of its parent that have joined the reform, under
+    ballot 0 of its author. They need not be a quorum, since a reform is made because a quorum is
+    missing.
     """
 
     ballot: PossibleBallot
@@ -205,15 +206,15 @@ class Link(schemas.OnWire):
     certificate: Certificate | None = None
     """None where a proof begins."""
     parent: schemas.NamedHead | None = None
-    """Its parent's head, unless that is the link before."""
+    """The head of the parent of `head`, unless the previous link already has it."""
     alike: Annotated[bool, Field(exclude_if=operator.not_)] = False
-    """Whether all heads between the previous link and this one have the previous link's voters;
-    left out of the JSON if false."""
+    """Whether all heads between the previous link and this link have the previous link's voters.
+    Left out of the JSON if false."""
 
 
 @dataclass(frozen=True)
 class Hello(schemas.OnWire):
-    """Gossip. `ask`: send me your tip if it is newer than mine."""
+    """Gossip. With `ask`, the receiver sends its tip if that is newer than the sender's."""
 
     ask: bool
     type: Literal["hello"] = field(default="hello", repr=False)
@@ -234,12 +235,13 @@ class Accepted(schemas.OnWire):
     ballot: PossibleBallot
     manifest: Annotated[Manifest, schemas.BESIDE]
     evidence: Annotated[Evidence, schemas.BESIDE] | None = None
-    """None for a merge. A convener that proposes the manifest again sends it again, too [C2]."""
+    """None for a merge. A convener that proposes the manifest again [C2] sends the evidence
+    again."""
 
 
 @dataclass(frozen=True)
 class Ready(schemas.OnWire):
-    """Phase 1b with the offer. With a higher ballot: a refusal. From a stranger: a wish to join."""
+    """Phase 1b with the offer. With a higher ballot it refuses; from a stranger it asks to join."""
 
     ballot: PossibleBallot
     offer: Annotated[Offer, schemas.BESIDE] | None
@@ -247,21 +249,21 @@ class Ready(schemas.OnWire):
     capacity: schemas.Capacity
     leave: bool = False
     dialable: bool = True
-    """Whether others can dial the sender, and it was not stuck as a reducer lately. Otherwise it is
-    asked to reduce only if nobody else can."""
+    """Whether others can dial the sender, and it was not stuck as a reducer lately. Otherwise the
+    sender is asked to reduce only if nobody else can."""
     remaining_s: schemas.Seconds | None = None
-    """Expected time until the sender's local steps are done; None: it does not know."""
+    """Expected time until the sender's local steps end; None: not known."""
     worked_s: schemas.Seconds = 0.0
-    """Time that the sender's local steps took so far; with an offer, until it was made."""
+    """Time of the sender's local steps so far; with an offer, of all its steps."""
     fetched_s: schemas.Seconds = 0.0
     """How long the sender took to fetch the tip before it could begin its steps."""
     wish: schemas.SignatureText | None = None
     """With `leave`: signature over `leave_statement`, so that nobody else can make the sender
     leave."""
     credential: Credential | None = None
-    """Shown by a peer for which an anchor vouches, until a manifest says so [R8]."""
+    """Sent by a peer for which an anchor vouches, until a manifest lists it as vouched [R8]."""
     stalls_in_s: schemas.Seconds | None = None
-    """Where rounds overlap: time until the sender has no steps left; None: it has none now."""
+    """Where rounds overlap: time until the sender has no steps left; None: it has none left now."""
     uplink_mbit: schemas.Uplink = 0
     """Measured uplink of the sender; 0: not known (balanced uploads)."""
     room: schemas.Room = ALL_EXPERTS
@@ -273,7 +275,7 @@ class Ready(schemas.OnWire):
 
     @cached_property
     def declared(self) -> Declared:
-        """The part of the READY that others may be shown."""
+        """The part of the READY that is shown to others as evidence."""
         said = declaration_of(self.offer, self.capacity, self.leave, self.room)
         return Declared(said, self.signature)
 
@@ -282,7 +284,7 @@ class Ready(schemas.OnWire):
 class Roster:
     """Whose offers are averaged, and who may reduce; also the heartbeat while reducing.
 
-    Every peer derives the same reducer of every unit from it.
+    Every peer derives the same reducer of each unit from the roster.
     """
 
     ballot: Ballot
@@ -326,7 +328,7 @@ class Reduced(schemas.OnWire):
 
 @dataclass(frozen=True)
 class Propose(schemas.OnWire):
-    """Phase 2a, repeated to those that have not accepted."""
+    """Phase 2a, repeated to peers that have not accepted."""
 
     ballot: PossibleBallot
     manifest: Annotated[Manifest, schemas.BESIDE]
@@ -335,13 +337,13 @@ class Propose(schemas.OnWire):
     evidence: Annotated[Evidence, schemas.BESIDE] | None = None
     """None for a merge."""
     relays: Annotated[tuple[schemas.PeerText, ...], Field(max_length=schemas.MAX_RELAYS)] = ()
-    """Peers that pass manifest and evidence on; the others ask these first (blob relays)."""
+    """Peers that relay manifest and evidence; other peers ask these first (blob relays)."""
     type: Literal["propose"] = field(default="propose", repr=False)
 
 
 @dataclass(frozen=True)
 class Accept(schemas.OnWire):
-    """Phase 2b: the manifest and all its blobs are on my disk."""
+    """Phase 2b: the manifest and all its blobs are on the sender's disk."""
 
     ballot: PossibleBallot
     digest: schemas.DigestText
@@ -352,7 +354,7 @@ class Accept(schemas.OnWire):
 
 @dataclass(frozen=True)
 class Commit:
-    """The manifest is decided, or is a reform; certificate or path prove it to its receiver."""
+    """A decided manifest or a reform; certificate or path prove it to the receiver."""
 
     manifest: Manifest
     certificate: Certificate | None
@@ -375,13 +377,13 @@ def accept_statement(run: str, ballot: Ballot, digest: Digest) -> bytes:
 def declaration_of(
     offer: Offer | None, capacity: float, leave: bool, room: int = ALL_EXPERTS
 ) -> Declaration:
-    """What a peer declares with this offer."""
+    """The declaration of a peer with this offer."""
     seconds = float(offer.seconds) if offer else 0.0
     return Declaration(offer.digest if offer else None, seconds, float(capacity), leave, room)
 
 
 def ready_statement(run: str, tip: Digest, declared: Declaration) -> bytes:
-    """The bytes that a peer signs with a READY; equal ones on a tip are signed once."""
+    """The bytes that a peer signs with a READY. A repeated declaration on a tip is signed once."""
     what = f"{declared.offer or '-'} {declared.seconds!r} {declared.capacity!r} {declared.leave:d}"
     return f"swarm ready {run} {tip} {what} {declared.room}".encode()
 

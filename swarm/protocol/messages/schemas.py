@@ -37,8 +37,8 @@ MAX_LINKS = 256
 
 _HEX_DIGEST = r"^[0-9a-f]{64}$"
 PEER = r"^[1-9A-HJ-NP-Za-km-z]{1,52}$"
-"""Base58, at most as long as the id of an Ed25519 key, which each peer that signs or is dialed
-has."""
+"""Base58, at most as long as the id of an Ed25519 key. Each peer that signs or is dialed has such
+an id."""
 _UNIT = r"^(expert|shared)\.[0-9]{1,6}$"
 _SIGNATURE = r"^[A-Za-z0-9+/]{85}[AQgw]==$"
 GENERATION = r"^[0-9a-f]{1,32}$"
@@ -67,7 +67,7 @@ SignatureText = Annotated[str, Field(pattern=_SIGNATURE)]
 UnitText = Annotated[str, Field(pattern=_UNIT)]
 Generation = Annotated[str, Field(pattern=GENERATION)]
 Count = Annotated[int, Field(ge=0, le=2**62)]
-# Small enough that sums of such counts over a run stay within the bound of `Count`.
+# Small enough that sums over a run stay within the bound of `Count`.
 RoundCount = Annotated[int, Field(ge=0, le=MAX_ROUND_TOKENS)]
 Uplink = Annotated[int, Field(ge=0, le=10**6)]
 """Mbit/s; 0: not known."""
@@ -112,7 +112,7 @@ def _named(head: Head) -> Head:
 
 
 def read_as(form: Any) -> GetPydanticSchema:
-    """Marks a type whose JSON has another form; validators of that form make the type from it."""
+    """Marks a type whose JSON has another form; that form's validators make a value of the type."""
     return GetPydanticSchema(lambda _, handler: handler.generate_schema(form))
 
 
@@ -120,10 +120,10 @@ NamedHead = Annotated[Head, AfterValidator(_named)]
 
 
 class OnWire:
-    """Base of dataclasses that are read from JSON: as `Strict`, but missing keys are errors, too.
+    """Base of dataclasses read from JSON: like `Strict`, but a missing key is an error too.
 
-    Defaults are for the code alone. JSON has one form of each value, and leaves out only fields
-    that are marked so, as by `IF_ANY`.
+    Defaults are for the code alone. Each value has one JSON form, which leaves out only fields with
+    a mark such as `IF_ANY`.
     """
 
     __pydantic_config__ = Strict.__pydantic_config__
@@ -155,7 +155,7 @@ class Attachments(Protocol):
     """The context in which messages are read and written."""
 
     def received(self, kind: type, blob: Blob) -> object:
-        """The value that a message refers to, or the blob's name as long as it is not here."""
+        """The value that a message refers to; the reference itself while the blob is not here."""
 
     def sent(self, value: Any) -> Blob:
         """Attaches a value to a message; returns the reference that the message carries."""
@@ -172,7 +172,7 @@ def _beside(kind: type, handler: GetCoreSchemaHandler) -> Any:
 
 
 BESIDE = GetPydanticSchema(_beside)
-"""Marks the type of a field whose value travels as a blob; `Attachments` know how."""
+"""Marks the type of a field whose value travels as a blob, see `Attachments`."""
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Who may send which message, and which signatures it holds. Pure: the shell verifies them."""
+"""Who may send which message, and which signatures a message has. Pure: the shell verifies them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ which take 19 kB with their names."""
 FROM_MEMBERS_ONLY = frozenset({"roster", "reduced", "propose", "accept"})
 """Steps of a round in which only members take part."""
 FROM_VOTERS_ONLY = frozenset({"roster", "propose", "accept"})
-"""Steps that a trainee takes no part in either: it neither convenes nor votes [R7]."""
+"""Steps in which no trainee takes part, since it neither convenes nor votes [R7]."""
 
 
 class Standing(StrEnum):
@@ -38,8 +38,9 @@ class Claim:
     """The kind, attachments and header that a message claims to have.
 
     Attributes:
-        kind: its type as on the wire.
-        attachments: digest and size of each; a COMMIT has manifest, proof and perhaps the parent.
+        kind: type of the message as on the wire.
+        attachments: digest and size of each attachment. A COMMIT has manifest, proof and perhaps
+            the parent.
         header: the header of the message.
     """
 
@@ -78,9 +79,9 @@ def refusal_of(claim: Claim, standing: Standing) -> str | None:
 
     | from a stranger | |
     |---|---|
-    | HELLO, PREPARE | taken: they name nothing, and show a peer that was away who is ahead |
+    | HELLO, PREPARE | taken: they name no blobs, and show a returning peer who is ahead |
     | READY | taken without offer and vote, as a wish to join |
-    | COMMIT | taken with a small proof, which says whether its manifest is fetched at all |
+    | COMMIT | taken with a small proof, which decides whether its manifest is fetched |
     | ROSTER, REDUCED, PROPOSE, ACCEPT | refused: no stranger takes part in a round |
 
     From a trainee, ROSTER, PROPOSE and ACCEPT are refused.
@@ -97,11 +98,11 @@ def refusal_of(claim: Claim, standing: Standing) -> str | None:
 
 
 def who_takes_part(record: Record) -> tuple[frozenset[PeerId], frozenset[PeerId]]:
-    """All peers that may take part in a round that this peer hears of, and the trainees of these.
+    """The peers that may take part in a round of which this peer hears, and the trainees of these.
 
-    They are the members of three manifests: the tip, its parent, and the one that this peer voted
-    for. The parent may still be the tip of some peers, and others may have applied the third.
-    Trainees vote in none of them.
+    These are the members of three manifests: the tip, its parent, and the manifest that this peer
+    voted for. Some peers may still have the parent as their tip, and others may have applied the
+    third. The returned trainees vote in none of the three.
     """
     manifests = _plausible(record)
     members = frozenset(peer for manifest in manifests for peer in manifest.members)
@@ -131,13 +132,13 @@ def verified(
 ) -> messages.Message:
     """The message with only those signatures that are valid.
 
-    Invalid signatures of certificates and evidence are dropped: the rest may be enough, and if it
-    is not, the receiver knows whom to blame.
+    Invalid signatures of certificates and evidence are only dropped, since the others may be
+    enough. If they are not, the message itself is refused.
 
     Raises:
         HostileInput: an ACCEPT, READY or REDUCED without its sender's signature; a wish to leave
-            without its peer's signature; or a credential of another peer. Wishes and credentials
-            may be in a READY or in a manifest that is to be voted for.
+            without its peer's signature; or a credential of another peer. READYs and proposed
+            manifests contain such wishes and credentials.
     """
     for peer, credential in _credentials(message, source):
         if problem := credential_problem(credential, peer, holds):
@@ -177,7 +178,7 @@ def verified(
 def _own(
     header: messages.Header, message: messages.Message, run: str
 ) -> tuple[bytes, messages.Signature] | None:
-    """The statement that a message's sender has to sign, and its signature."""
+    """The statement that the message's sender has to sign, and the signature in the message."""
     if isinstance(message, messages.Accept):
         return messages.accept_statement(run, message.ballot, message.digest), message.signature
     if isinstance(message, messages.Ready):
@@ -214,7 +215,7 @@ def _evidence(
 class _Shown:
     """A cache key for evidence that all voters show with one vote.
 
-    It compares the object's identity, so that a forged copy is judged by itself.
+    It compares by identity, so that a forged copy is verified by itself.
     """
 
     name: int = field(init=False)
@@ -253,7 +254,7 @@ def _left_of(shown: _Shown) -> messages.Evidence:
 def _wishes(
     message: messages.Message, source: PeerId, header: messages.Header
 ) -> Iterator[tuple[PeerId, Digest, Wish]]:
-    """Each wish to leave in a message: its peer, the manifest to leave after, the signature."""
+    """Each wish to leave in a message: peer, manifest after which it leaves, signature."""
     if isinstance(message, messages.Ready) and message.wish:
         yield source, header.tip, message.wish
     for manifest in _undecided(message):
@@ -262,7 +263,7 @@ def _wishes(
 
 
 def _credentials(message: messages.Message, source: PeerId) -> Iterator[tuple[PeerId, Credential]]:
-    """The credentials in a message that nobody has voted for yet, each with its peer."""
+    """The credentials in a READY or a proposed manifest, each with its peer."""
     if isinstance(message, messages.Ready) and message.credential:
         yield source, message.credential
     for manifest in _undecided(message):
@@ -285,7 +286,7 @@ def is_signed(invitation: Invitation, holds: Holds) -> bool:
 def credential_problem(credential: Credential, peer: PeerId, holds: Holds) -> str | None:
     """Why a credential does not belong to this peer; None when it does [R8].
 
-    The possession names run and peer. So a copy of one that is public or relayed proves nothing.
+    The possession names run and peer. So a copied possession proves nothing for another peer.
     """
     invitation = credential.invitation
     if not is_signed(invitation, holds):

@@ -1,7 +1,8 @@
 """The lines of a peer's history, `events.jsonl`: the fields of each kind of event.
 
 A line is an object with `event` (the kind), `time` (seconds since 1970, by the peer's wall clock)
-and the fields of the kind. A kill may tear off the last line; the next one begins after it.
+and the fields of the kind. After a kill the last line may be torn; the next one begins on a line of
+its own.
 
 Members, owners and the like are long, 46 kB at 256 members, and seldom change from one manifest to
 the next. An `applied` line leaves out fields that equal those of the last such line (`abridged`).
@@ -38,7 +39,7 @@ class BytesMoved(Strict):
 
 @dataclass(frozen=True)
 class Started(BytesMoved):
-    """The peer takes part from now on; bytes since its process began."""
+    """The peer takes part from now on; bytes are counted from the start of its process."""
 
     run: str
     peer_id: str
@@ -48,7 +49,7 @@ class Started(BytesMoved):
 
 @dataclass(frozen=True)
 class Progress(Strict):
-    """A sentence about local steps under way, or about what is waited for."""
+    """A sentence about the local steps under way, or about a wait."""
 
     text: str
 
@@ -153,7 +154,7 @@ class Validation(Strict):
 
 @dataclass(frozen=True)
 class RefusedOwn(Strict):
-    """Others would refuse a value of this peer, so the peer restarted from the agreed one."""
+    """A value that others would refuse, so that this peer restarted from the agreed value."""
 
     unit: str
     reason: str
@@ -172,7 +173,7 @@ class MomentsGiven(Strict):
 
 @dataclass(frozen=True)
 class MomentsTaken(Strict):
-    """A newly owned expert continues with these moments; null: with zeros."""
+    """A newly owned expert continues with these moments; null: with zero moments."""
 
     expert: int
     round: int | None
@@ -214,11 +215,11 @@ _SCHEMAS: Mapping[str, TypeAdapter[object]] = {
 
 
 def abridged(fields: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """An `applied` line without the fields that the previous one has already.
+    """An `applied` line without the fields that equal those of the previous `applied` line.
 
     Args:
         fields: the whole line.
-        before: the whole line before it in the same life of the peer; empty for the first one.
+        before: the complete previous line of the same process; empty for the first one.
     """
     return {
         name: value
@@ -228,7 +229,7 @@ def abridged(fields: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, 
 
 
 class EventReader:
-    """Reads the lines of one history in their order and completes what they leave out."""
+    """Reads the lines of one history in order, and adds the fields that they leave out."""
 
     def __init__(self) -> None:
         self._before: dict[str, Any] = {}

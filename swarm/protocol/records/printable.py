@@ -1,4 +1,4 @@
-"""Text of other peers, as it may be shown to people: on terminals and in logs, always one line."""
+"""Makes text of other peers safe to show on terminals and in logs, always on one line."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ PEER_ID = re.compile(r"(\b12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\b)")
 
 
 def printable(text: str, limit: int = MAX_CHARACTERS) -> str:
-    r"""The text without characters that would act on a terminal or end a line.
+    r"""The text without characters that would control a terminal or end a line.
 
-    All characters that Unicode does not count as printable are shown as escapes, such as `\x1b`
-    and `\u202e`. These are control characters, line and paragraph ends, marks that turn the
-    direction of writing or take no room, all spaces but the usual one, and halves of surrogates.
-
-    At most `limit` characters are shown, and then the number of those that follow.
+    All characters that Unicode does not count as printable are shown as escapes, such as `\x1b` and
+    `\u202e`. These are control characters, line and paragraph ends, marks that change the direction
+    of writing or have no width, all spaces but the usual one, and lone surrogates. At most `limit`
+    characters are shown, then the number of the others.
     """
     shown = text if len(text) <= limit else text[:limit]
     if not shown.isprintable():

@@ -1,4 +1,4 @@
-"""Records that peers publish in the DHT: small facts, signed by their owner, never commands."""
+"""Records that peers publish in the DHT: small facts signed by their owner, never commands."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ Positive = Annotated[int, Field(gt=0, lt=2**63)]
 Height = Annotated[int, Field(ge=0, lt=2**31)]
 """Limit of heights and rounds: at one round a second, a run takes 68 years to get there."""
 MAX_REAL = 1e100
-"""More than any loss, norm or rate that a peer computes. Sums, differences and squares of any
-published values are finite, too."""
+"""More than any loss, norm or rate that a peer computes, and so small that sums, differences and
+squares of published values are finite."""
 Real = Annotated[float, Field(ge=-MAX_REAL, le=MAX_REAL, allow_inf_nan=False)]
 Amount = Annotated[float, Field(ge=0, le=MAX_REAL, allow_inf_nan=False)]
 Address = Annotated[str, Field(min_length=1, max_length=256, pattern=PRINTABLE)]
@@ -70,7 +70,8 @@ class RoutingFigures(Strict):
     """How a peer's last local steps spread their tokens over the experts."""
 
     max_load: Amount
-    """Tokens of the busiest expert over the mean of experts, in the layer where that is largest."""
+    """Tokens of the busiest expert divided by the mean over experts, in the layer where this is
+    largest."""
     idle_experts: Count
     """(Layer, expert) pairs without a token."""
     dropped: Amount
@@ -78,10 +79,10 @@ class RoutingFigures(Strict):
     similarity: Real | None
     """Mean CKA of experts that got the same tokens; None if too few did."""
     shares: Annotated[tuple[Share, ...], Field(max_length=MAX_SHARES)] = ()
-    """Each expert's permille of all choices, over all layers; 0 only where it got none. Empty for a
-    model with more than `MAX_SHARES` experts."""
+    """Each expert's permille of all choices, over all layers; 0 only for an expert without tokens.
+    Empty for a model with more than `MAX_SHARES` experts."""
     pairs: Annotated[tuple[Pair, ...], Field(max_length=MAX_PAIRS)] = ()
-    """The pairs whose mean is `similarity`, over layers, the most similar first."""
+    """The pairs behind `similarity`, each a mean over layers, the most similar first."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class RoundFigures(Strict):
     counted: bool
     """Whether its work is in the mean."""
     seconds: Amount
-    """From the manifest before until this one was applied."""
+    """Time from the previous manifest until this one was applied."""
     phases: Annotated[Mapping[Word, Amount], Field(max_length=8)]
     """Seconds in each phase, by its name."""
     blob_bytes_sent: Count
@@ -102,7 +103,7 @@ class RoundFigures(Strict):
     left_out: Annotated[Mapping[Id, Brief], Field(max_length=MAX_LEFT_OUT)] = field(
         default_factory=dict
     )
-    """Other members that were not counted, and why: decided by this peer as the convener."""
+    """Other members that were not counted, and why, if this peer was the round's convener."""
 
 
 @dataclass(frozen=True)
@@ -113,19 +114,19 @@ class WorkersFigures(Strict):
     step_s: Amount
     """Seconds of a step."""
     shares: Annotated[Mapping[Work, Amount], Field(max_length=MAX_KINDS)]
-    """For each kind of operation between workers, its part of a step's time, including the wait for
-    slower ones; mean over the workers."""
+    """For each kind of operation between workers, its share of a step's time, waits for slower
+    workers included; mean over the workers."""
     bubble: Amount | None
     """Part of a pipeline's time in which a stage computes nothing, mean over the stages; None
     without a pipeline."""
     expected: Amount | None
-    """The same, if all stages took equally long."""
+    """The value that `bubble` would have if all stages took equally long."""
     idle: Annotated[tuple[Worker, ...], Field(max_length=MAX_IDLE)]
     """Workers that had fewer micro-batches than others."""
     slowest: Worker | None
     """The worker that computes longest; None if none stands out."""
     why: Brief
-    """What is known of the reason; "" if none stands out."""
+    """The known reasons why it is slow; "" if no worker stands out."""
 
 
 class Silence(Enum):
@@ -142,9 +143,11 @@ class LinkFigures(Strict):
     rtt_ms: Amount | None
     """Shortest of the last round trips to each peer, handling included; median over peers."""
     down_mbit: Amount | None
-    """Lower quartile of the day's fetches of over 1 MiB; before one, the rate found in joining."""
+    """Lower quartile of the day's fetches of over 1 MiB; before the first fetch, the rate measured
+    when joining."""
     up_mbit: Amount | None
-    """By tests of the last day, and by the rates at which others received since; None: unknown."""
+    """From tests of the last day, and from the rates at which others have received since then; None
+    if unknown."""
     unreached: Annotated[Mapping[Id, Silence], Field(max_length=MAX_UNREACHED)]
     """Peers to which the last messages in a row were lost."""
 
@@ -175,14 +178,15 @@ MAX_SCORES = 24
 """Most scores that one peer publishes at a time."""
 NUM_SHARDS = 16
 FEW_SHARDS = 4
-"""All records of one key come in one message of at most 4 MiB, so peers are spread over keys.
-Presence has `NUM_SHARDS` keys. Each other kind, which fewer peers read, has `FEW_SHARDS`."""
+"""Number of keys of each kind but presence, which has `NUM_SHARDS`. Peers are spread over several
+keys, because all records of one key come in one message of at most 4 MiB."""
 HEARTBEAT_S = 8.0
 """How often a peer repeats its records."""
 RECORD_TTL_S = 3 * HEARTBEAT_S
-"""Presence and run records: a peer that died disappears from every view after this long."""
+"""Lifetime of presence and run records: a dead peer disappears from every view after this long."""
 EVENT_TTL_S = 900.0
-"""Merge, validation and score records, which are published per event, not as a sign of life."""
+"""Lifetime of merge, validation and score records, which are published after an event, not as a
+sign of life."""
 TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,-]{0,63}$")]
 
 RunId = Annotated[str, Field(pattern=rf"{RUN_ID}|^gathering-[0-9a-f]{{32}}$")]
@@ -211,7 +215,7 @@ class PeerState(Enum):
 
 @dataclass(frozen=True)
 class RunRecord(Strict):
-    """A run that can be joined; every member repeats it, so it outlives its founder."""
+    """A run that can be joined. Every member publishes this record, so it outlives the founder."""
 
     run: RunId
     """While the run gathers: `gathering-` and the founder's nonce."""
@@ -229,16 +233,16 @@ class RunRecord(Strict):
     wait_for_peers: Count
     """How many peers the founder waits for."""
     text: Text | None = None
-    """While peers are gathered: the text of manifest 0. A peer that lacks it need not wait."""
+    """While peers are gathered: the text of manifest 0. A peer without this text need not wait."""
     tokenizer: TokenizerFile | None = None
-    """Likewise."""
+    """While peers are gathered: the tokenizer of manifest 0."""
     key: Annotated[str, Field(pattern=r"^[A-Za-z0-9]{0,128}$")] = ""
-    """Key of the invitation by which a gathering run counts peers; empty: it counts everybody."""
+    """Key of the invitation whose holders a gathering run counts; empty: it counts every peer."""
 
 
 @dataclass(frozen=True)
 class PeerRecord(Strict):
-    """Presence, progress and ownership of one peer; one record, so that they are consistent."""
+    """Presence, progress and ownership of one peer, in one record so that all are consistent."""
 
     peer_id: Id
     name: Word
@@ -255,20 +259,20 @@ class PeerRecord(Strict):
     manifest_digest: Hex
     """Digest of the peer's tip."""
     owned_experts: Annotated[tuple[Expert, ...], Field(max_length=1024)]
-    """By the peer's tip, ascending."""
+    """The experts that the peer owns by its tip, ascending."""
     step: Count
-    """Step of the run, including the peer's steps since its tip."""
+    """Step of the run, with the peer's own steps since its tip added."""
     tokens: Count
-    """Trained by this peer since it joined."""
+    """Tokens that this peer has trained since it joined."""
     loss: Real | None
     """Mean training loss of its last local steps, in nats per token."""
     val_loss: Real | None
-    """Held-out loss of the newest agreed state that it knows of, in nats per token."""
+    """Newest held-out loss of an agreed state that it knows, in nats per token."""
     tokens_per_s: Amount
     blob_bytes_sent: Count
     blob_bytes_received: Count
     round_blob_bytes_sent: Count
-    """In the last finished round."""
+    """Bytes of blobs that it sent in the last finished round."""
     round_blob_bytes_received: Count
     control_bytes_sent: Count
     control_bytes_received: Count
@@ -292,7 +296,7 @@ class PeerRecord(Strict):
     grad_norm: Amount | None
     """Median over its last steps (at most 64), before clipping."""
     grad_spikes: Count
-    """Steps since it started whose gradient norm stood out from those before."""
+    """Steps since its start whose gradient norm was far above those before."""
     last_round: RoundFigures | None
     """Figures of the last training round that it applied; None before the first."""
     tokens_lost: Count
@@ -305,7 +309,8 @@ class PeerRecord(Strict):
     workers: WorkersFigures | None
     """Figures of the last local steps; None for a peer that computes in one process."""
     possession: Possession
-    """While a run gathers: proof that this peer has the founder's invitation, and counts; or ""."""
+    """While a run gathers: proof that this peer has the founder's invitation, and so is counted; or
+    ""."""
 
 
 @dataclass(frozen=True)
@@ -357,7 +362,7 @@ class Score(Strict):
 
 @dataclass(frozen=True)
 class ScoreRecord(Strict):
-    """Scores of a run's models by any peer, member or not; nobody has to believe them."""
+    """Scores of a run's models, published by any peer, member or not; they prove nothing."""
 
     scores: Annotated[tuple[Score, ...], Field(min_length=1, max_length=MAX_SCORES)]
 
@@ -378,7 +383,8 @@ _LIMITS: dict[type, int] = {
 def encode_record(record: DhtRecord) -> bytes:
     """The record as canonical JSON.
 
-    An inadmissible record is our own bug (an AssertionError): use `shortened` and `fitted`.
+    A record over its limits is a bug of the caller (AssertionError), who uses `shortened` and
+    `fitted`.
     """
     encoded = _json(record)
     assert len(encoded) <= _LIMITS[type(record)], f"{type(record).__name__}: {len(encoded)} bytes"
@@ -397,7 +403,7 @@ def decode_record(kind: type[AnyRecord], encoded: Buffer) -> AnyRecord:
 
 
 def read_record(kind: type[DhtRecord], encoded: Buffer) -> DhtRecord:
-    """Reads a record whose kind is known only at run time, such as one of this peer's own.
+    """Reads a record whose kind is known only at run time.
 
     Raises:
         BadRecord: reason `record_size` or `record_schema`.
@@ -418,7 +424,7 @@ def shortened(reason: str, most: int = MAX_REASON) -> str:
 
 
 def fitted(record: MergeRecord) -> MergeRecord:
-    """The announcement without the donors of its last experts, if all would be too many."""
+    """The announcement; if it is too large, without the donors of its last experts."""
     while len(_json(record)) > MAX_RECORD_BYTES:
         experts = sorted(record.donors)[: len(record.donors) // 2]
         record = replace(record, donors={expert: record.donors[expert] for expert in experts})
@@ -489,7 +495,7 @@ MAX_ROUNDS = 4096
 MAX_MANIFESTS = 256
 """Most states whose own loss is kept."""
 ALIKE = 0.01
-"""Relative difference that two machines may find in the loss of one state."""
+"""Relative difference between the losses that two machines may compute for one state."""
 
 
 @dataclass(frozen=True)
@@ -497,8 +503,9 @@ class Losses:
     """Held-out losses in nats per token.
 
     Attributes:
-        by_round: round -> loss; for a round that was measured twice, as with a merge, either.
-        by_manifest: digest of a manifest -> loss of exactly this state.
+        by_round: loss of each round. A round that was measured twice, as with a merge, has either
+            loss.
+        by_manifest: loss of the state of exactly this manifest, by its digest.
         bits_per_byte_of_nat: how many bits per byte are one nat per token; None: not known.
     """
 
@@ -507,14 +514,14 @@ class Losses:
     bits_per_byte_of_nat: float | None = None
 
     def until(self, manifest: Manifest) -> tuple[tuple[int, float], ...]:
-        """(round, loss) up to this state, ascending; for its own round only its own loss."""
+        """(round, loss) up to this state, ascending. For its own round, only its own loss."""
         found = {number: loss for number, loss in self.by_round.items() if number < manifest.round}
         if manifest.digest in self.by_manifest:
             found[manifest.round] = self.by_manifest[manifest.digest]
         return tuple(sorted(found.items()))
 
     def with_newer(self, newer: Losses) -> Losses:
-        """Both, where newer losses win; in long runs not every round, see `MAX_ROUNDS`."""
+        """Both together; newer losses replace older ones. Long runs lack some rounds."""
         manifests = dict(self.by_manifest) | dict(newer.by_manifest)
         return Losses(
             _thinned(dict(self.by_round) | dict(newer.by_round)),
@@ -524,16 +531,17 @@ class Losses:
 
 
 def told_losses(validations: Mapping[PeerId, ValidationRecord], tip: Manifest | None) -> Losses:
-    """Held-out losses by the records of the tip's members; anybody may publish any figure.
+    """Held-out losses by the records of the tip's members, since anybody may publish a record.
 
-    The tip's loss is its first convener's figure: nobody else measures it. The loss of an earlier
-    round is the median of the voters' figures. If voters contradict each other, only the least
-    contradicted ones count. Each round is measured by one peer, and others repeat its figure. So a
-    liar that rewrites the curve contradicts all others.
+    The tip's loss is its first convener's figure, because no other peer measures it. The loss of an
+    earlier round is the median of the voters' figures. If voters contradict each other, only the
+    least contradicted voters count. One peer measures each round, and others repeat its figure. So
+    a liar that rewrites the curve contradicts all others.
 
     Args:
         validations: the newest record of each peer.
-        tip: None while nobody has shown a manifest; then all peers and all rounds count.
+        tip: the newest manifest. None while no peer has shown a manifest: then all peers and all
+            rounds count.
     """
     heard = {p: r for p, r in sorted(validations.items()) if tip is None or p in tip.members}
     said: dict[int, dict[PeerId, float]] = {}
@@ -564,7 +572,7 @@ def _contradicted(rounds: Iterable[Mapping[PeerId, float]]) -> Counter[PeerId]:
 
 
 def _believed(claims: Mapping[PeerId, float], doubts: Mapping[PeerId, int]) -> float:
-    """The median of the least contradicted claims; of two, the higher and less flattering one."""
+    """The median of the least contradicted claims; of two, the higher loss."""
     least = min(doubts[peer] for peer in claims)
     sound = sorted(loss for peer, loss in claims.items() if doubts[peer] == least)
     return sound[len(sound) // 2]
@@ -580,7 +588,8 @@ def _thinned(by_round: dict[int, float]) -> dict[int, float]:
 
 
 PEERS_A_HEARTBEAT = 64
-"""In a run of this many peers, one look a heartbeat takes 9 kB/s; larger runs look less often."""
+"""In a run of this many peers, one look a heartbeat costs 9 kB/s. In larger runs peers look less
+often."""
 
 
 def shards_at_once(num_peers: int) -> int:

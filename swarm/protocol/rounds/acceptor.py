@@ -17,8 +17,9 @@ from swarm.protocol.values.manifest import Manifest, PeerId
 from swarm.protocol.values.updates import REFUSALS
 
 LEAP = 1024
-"""Attempts that others may have made without this peer: over an hour of continuous takeovers. A
-peer that was away for longer believes such an attempt once a second member names it."""
+"""How many attempts others may have made without this peer, which is over an hour of continuous
+takeovers. A peer that was away for longer believes a higher attempt once a second member names
+it."""
 
 
 def attempt_problem(
@@ -29,17 +30,18 @@ def attempt_problem(
     passed_s: float,
     takeover_s: float,
 ) -> str | None:
-    """Why a ballot's attempt cannot have come about by takeovers, or None.
+    """Why takeovers cannot have led to a ballot's attempt, or None.
 
     The attempt may exceed the highest attempt that another member named by `LEAP`, plus the number
     of takeovers that were possible since this peer reached this height. The sender's own earlier
-    claims do not count. So a liar raises attempts no faster than honest members do: by `LEAP` a
-    takeover. To reach attempt 2^31 at one height takes a liar half a year.
+    claims do not count. So a liar raises attempts by at most `LEAP` for each takeover by an honest
+    member, and needs half a year to reach attempt 2^31 at one height.
 
     Args:
-        ballot: of a message.
+        ballot: ballot of a message.
         source: the member that sent it.
-        claims: the highest attempt that each member has named at this height, believed or not.
+        claims: the highest attempt that each member has named at this height, whether believed or
+            not.
         passed_s: time since this peer applied the tip, or started.
         takeover_s: the least time between two attempts.
     """
@@ -54,13 +56,13 @@ def attempt_problem(
 
 
 MAX_PROPOSALS = 2
-"""Different proposals of one convener in a row that a member takes up at one height
-(convener turns). The second may leave out the sources that the first was waiting for [C6]."""
+"""How many different proposals of one convener in a row a member takes up at one height (convener
+turns). The second proposal may leave out sources whose blobs the first one lacked [C6]."""
 
 
 @dataclass(eq=False)
 class Acceptor(Role):
-    """Votes on proposals. Only voters of the tip vote; others fetch proposals but stay silent."""
+    """Votes on proposals. Members without a vote fetch proposals too, but send no ACCEPT."""
 
     blobs: Blobs
     succession: Succession
@@ -68,7 +70,7 @@ class Acceptor(Role):
     merger: Merger
 
     def _ballot_problem(self, source: PeerId, ballot: messages.Ballot) -> str | None:
-        """Only voters convene, under their own name; attempt 0 belongs to the first convener."""
+        """Why a ballot is invalid: only voters convene, in their own name, and rank 0 attempt 0."""
         if ballot.convener != source:
             return f"its ballot belongs to {ballot.convener}"
         if source not in self.standing.electorate():
@@ -80,18 +82,18 @@ class Acceptor(Role):
         return self.attempt_problem(source, ballot) or self.turn_problem(source, ballot)
 
     def turn_problem(self, source: PeerId, ballot: messages.Ballot) -> str | None:
-        """Why others convene first: `source` had its chance, and nothing was decided.
+        """Why `source` must let others convene first: its proposals led to no decision.
 
         Policy: convener turns.
 
-        Without this rule, a convener that takes votes and never announces the decision could return
-        before its successors each time, and block the height for ever.
+        Without this rule, a convener that collects votes and never announces a decision could
+        always return before its successors, and block the height for ever.
         """
         had = self._what_it_had(source)
         if source == self.me or had is None or ballot.attempt <= had[0]:
             return None
-        # If another peer convenes, that peer gets its time (takeover). If `source` still convenes,
-        # each of the others gets a turn first.
+        # If another peer convenes, that peer has its turn (takeover). If `source` still convenes,
+        # each of the other voters has a turn first.
         places = 1 if self.succession.convener != source else len(self.standing.electorate())
         limit_s = self.timers.heartbeat_s * (1 + places)
         if self.now - self.succession.convener_at > limit_s:
@@ -100,7 +102,7 @@ class Acceptor(Role):
         return f"{had[1]}: others convene next"
 
     def _what_it_had(self, convener: PeerId) -> tuple[int, str] | None:
-        """The attempt in which a convener had its chance at this height, and how; or None."""
+        """The attempt that counts as a convener's turn at this height, and why; or None."""
         vote = self.standing.record.accepted
         if vote and vote.ballot.convener == convener:
             return vote.ballot.attempt, f"its attempt {vote.ballot.attempt} had this peer's vote"
@@ -110,7 +112,7 @@ class Acceptor(Role):
         return None
 
     def attempt_problem(self, source: PeerId, ballot: messages.Ballot) -> str | None:
-        """Why an attempt that a member names is not believed, or None; its claim is noted anyway.
+        """Why an attempt that a member names is not believed, or None. Notes the claim in any case.
 
         Policy: attempt limit.
         """
@@ -130,12 +132,12 @@ class Acceptor(Role):
         """Whether a convener is no longer followed at this height [A4].
 
         Members that ignore a convener replace it like a silent one, however often it asks
-        (takeover). Not to promise is always safe.
+        (takeover). Withholding a promise is always safe.
         """
         return convener in self.succession.distrusted
 
     def hear_convener(self, source: PeerId, what: str, ballot: messages.Ballot) -> bool:
-        """Whether to handle a convener's message; an overtaken one gets this peer's promise."""
+        """Whether to handle a convener's message. An overtaken one gets this peer's promise."""
         problem = self._ballot_problem(source, ballot)
         if problem:
             self.out.refuse(source, what, problem)
@@ -149,7 +151,7 @@ class Acceptor(Role):
         return True
 
     def _may_follow(self, ballot: messages.Ballot) -> bool:
-        """Whether no higher ballot was promised [A1, A2]."""
+        """Whether this peer has promised no higher ballot [A1, A2]."""
         promised = self.standing.record.promised
         return promised is None or ballot >= promised
 
@@ -159,7 +161,7 @@ class Acceptor(Role):
         if not self.hear_convener(source, "PREPARE", ballot):
             return
         if ballot == self.succession.top:
-            # The convener itself limits how long this may last (campaign end).
+            # The convener itself limits how long it collects (campaign end).
             self.succession.collected_at = self.now
         if self.standing.may_vote():
             if ballot.attempt >= 1 and ballot != self.standing.record.promised:
@@ -167,11 +169,11 @@ class Acceptor(Role):
             self.out.post(source, self.contributor.ready(ballot))
         elif self.standing.is_member:
             # A member that abstains, or has no vote, still contributes. It answers with attempt 0,
-            # which is not a promise.
+            # which promises nothing.
             self.out.post(source, self.contributor.ready(messages.Ballot(0, self.tip.order[0])))
 
     def on_propose(self, source: PeerId, propose: messages.Propose) -> None:
-        """Starts to fetch the proposal; a repeated one gets the same vote again [A2]."""
+        """Starts to fetch the proposal; a repeated proposal gets the same vote again [A2]."""
         ballot, manifest = propose.ballot, propose.manifest
         if not self.hear_convener(source, "PROPOSE", ballot):
             return
@@ -188,7 +190,8 @@ class Acceptor(Role):
             running.ballot = ballot
             self._add_holders(running, propose.holders)
         else:
-            # This peer's own proposal was just composed, or was checked as an earlier vote [C2].
+            # This peer has composed its own proposal just now, or checked it before it voted for it
+            # [C2].
             is_own = source == self.me
             problem = None if is_own else self.proposal_problem(manifest, propose.evidence)
             if problem:
@@ -199,17 +202,17 @@ class Acceptor(Role):
         self.pursue()
 
     def _has_accepted(self, ballot: messages.Ballot, manifest: Manifest) -> bool:
-        """Whether exactly this vote was cast, which is repeated on request [A2]."""
+        """Whether this peer has cast exactly this vote, which it repeats on request [A2]."""
         vote = self.standing.record.accepted
         return vote is not None and (vote.ballot, vote.manifest.digest) == (ballot, manifest.digest)
 
     def _voted_otherwise(self, ballot: messages.Ballot) -> bool:
-        """Whether this peer voted for another value under this ballot: a ballot has only one."""
+        """Whether this peer voted for another value under this ballot, which may have only one."""
         vote = self.standing.record.accepted
         return vote is not None and vote.ballot == ballot
 
     def _refuse_second_value(self, convener: PeerId, ballot: messages.Ballot) -> None:
-        """Stops following a convener with two values: it may have split the votes [A4].
+        """Stops following a convener that proposed two values, which may have split the votes [A4].
 
         An honest convener never proposes two values under one ballot [P3, C6].
         """
@@ -221,7 +224,7 @@ class Acceptor(Role):
     ) -> str | None:
         """Why a manifest does not follow from the tip and its evidence [H1, A6] (merge manifests).
 
-        Merged values are never judged.
+        Merged values are not checked.
         """
         due = self.standing.is_due(self.tip)
         return proposal_problem(manifest, evidence, self.tip, self.rules, due=due)
@@ -243,7 +246,7 @@ class Acceptor(Role):
         )
 
     def _add_holders(self, proposal: Proposal, holders: tuple[PeerId, ...]) -> None:
-        """Adds peers that now have all blobs; a mere repeat does not restart the fetch."""
+        """Adds peers that now have all blobs. Without a new peer the fetch does not change."""
         new = [peer for peer in holders if peer not in proposal.sources]
         idle_s = self.now - proposal.progress_at
         if new and (proposal.failed or idle_s > self.timers.heartbeat_s):
@@ -251,7 +254,7 @@ class Acceptor(Role):
             proposal.is_fetching = False
 
     def pursue(self) -> None:
-        """Takes the proposal, if there is one, a step nearer to a vote."""
+        """Continues towards a vote on the proposal, if there is one."""
         proposal = self.blobs.proposal
         if proposal is None:
             return
@@ -267,12 +270,12 @@ class Acceptor(Role):
             self.blobs.start_fetch(Purpose.PROPOSAL, proposal, [proposal.ballot.convener])
 
     def _is_caught_up(self, proposal: Proposal) -> bool:
-        """Whether the same manifest is already being fetched because it was decided."""
+        """Whether the proposed manifest is already being fetched as a decided one."""
         digest = proposal.manifest.digest
         return self.blobs.catch_up is not None and self.blobs.catch_up.manifest.digest == digest
 
     def _may_accept(self, proposal: Proposal) -> bool:
-        """Whether a vote may be cast: all blobs are durable here, no higher promise [A2, P2]."""
+        """Whether a vote may be cast: all blobs durable, no higher ballot promised [A2, P2]."""
         return (
             self.standing.may_vote()
             and self._may_follow(proposal.ballot)
@@ -281,7 +284,7 @@ class Acceptor(Role):
         )
 
     def _vote(self, proposal: Proposal) -> None:
-        """Writes the vote down, then sends it [P2]."""
+        """Makes the vote durable, then sends it [P2]."""
         ballot, manifest = proposal.ballot, proposal.manifest
         self.standing.persist_accepted(messages.Accepted(ballot, manifest, proposal.evidence))
         self.blobs.proposal = None

@@ -23,7 +23,7 @@ from swarm.protocol.values.manifest import Digest, Kind, Manifest, PeerId
 
 @dataclass(eq=False)
 class Adopter(Role):
-    """Takes over what was decided."""
+    """Fetches and applies decided manifests."""
 
     life: Life
     contacts: Contacts
@@ -37,10 +37,11 @@ class Adopter(Role):
     _lingering: tuple[Manifest, ...] = field(init=False, default=())
     """Manifests of a generation that this peer has left."""
     _appended: int = field(init=False, default=0)
-    """Links appended to the chain's file since the whole chain was written, or since the start."""
+    """How many links were appended to the chain's file since its last rewrite, or since the
+    start."""
 
     def on_commit(self, source: PeerId, commit: Commit) -> None:
-        """Judges a manifest that is said to be decided, and adopts it if it beats the tip."""
+        """Checks a manifest that is said to be decided, and adopts it if it beats the tip."""
         manifest = commit.manifest
         if manifest.code < self.tip.code:
             self.gossip.tell_tip(source, manifest.code)
@@ -58,9 +59,10 @@ class Adopter(Role):
         self._consider(source, commit)
 
     def _lacks_proof(self, commit: Commit) -> bool:
-        """Whether this peer must still ask for a proof that begins at a head it trusts [L1].
+        """Whether this peer must ask for a proof that begins with a head that it trusts [L1].
 
-        The COMMIT that a convener sends to all carries no proof: most peers have the parent as tip.
+        The COMMIT that a convener sends to all peers has no proof, since most peers have the parent
+        as tip.
         """
         if not self.rules.certificates or commit.manifest.parent == self.tip.digest:
             return False
@@ -71,7 +73,7 @@ class Adopter(Role):
         return commit_problem(commit, self.tip, self.rules) or self._unproved(commit)
 
     def _unproved(self, commit: Commit) -> str | None:
-        """Why a manifest does not follow from what this peer trusts; None when it does [L1, L2]."""
+        """Why a manifest does not follow from heads that this peer trusts; or None [L1, L2]."""
         head = commit.manifest.head
         if not self.rules.certificates:
             return None
@@ -80,7 +82,7 @@ class Adopter(Role):
         return proof_problem(commit.path, head, self.standing.chain.trusted)
 
     def _consider(self, source: PeerId, commit: Commit) -> None:
-        """Adopts a manifest, unless it descends from a reform of a generation still alive [F2]."""
+        """Adopts a manifest, unless it descends from a reform of a live generation [F2]."""
         manifest = commit.manifest
         self.reform_choice.set_reform_aside()
         if (
@@ -97,11 +99,11 @@ class Adopter(Role):
         return pursuit is not None and pursuit.manifest.digest == manifest.digest
 
     def adopt(self, source: PeerId, commit: Commit) -> None:
-        """Fetches the manifest and applies it; a better one replaces a running fetch.
+        """Fetches the manifest and applies it; a better manifest replaces a running fetch.
 
         A complete manifest that is being made durable is applied first. Otherwise a slow disk would
-        start over with each new manifest, and never apply any. A disk that hangs delays this for a
-        limited time [X1].
+        start over with each new manifest, and never apply any. A disk that hangs delays newer
+        manifests for a limited time [X1].
         """
         manifest, blobs = commit.manifest, self.blobs
         if self._is_being_fetched(manifest):
@@ -117,7 +119,7 @@ class Adopter(Role):
             tuple(dict.fromkeys([source, *signers])),
             moves=blobs.moves_of(manifest, commit.parent),
             since=self.now,
-            # Only blobs that arrive are progress; a newer manifest is not (stuck fetches).
+            # Only arriving blobs count as progress, not a newer manifest (stuck fetches).
             progress_at=replaced.progress_at if replaced else self.now,
             commit=commit,
             began_at=replaced.began_at if replaced else self.now,
@@ -132,7 +134,7 @@ class Adopter(Role):
         return pursuit.is_syncing and age_s <= self.timers.patience_s
 
     def pursue(self) -> None:
-        """Takes the decided manifest, if there is one, a step nearer to being applied."""
+        """Continues towards applying the decided manifest, if there is one."""
         self.reform_choice.set_reform_aside()
         pursuit = self.blobs.catch_up
         if pursuit is None:
@@ -160,7 +162,7 @@ class Adopter(Role):
         self.apply(replace(commit, parent=parent), text)
 
     def apply(self, commit: Commit, text: str) -> None:
-        """Writes the new tip in one atomic step, then has the whole model applied at once [P4]."""
+        """Makes the new tip durable in one write, then has the whole model applied at once [P4]."""
         old, manifest = self.standing.record, commit.manifest
         certificate = self.with_own_signature(commit)
         record = events.Record(
@@ -194,7 +196,7 @@ class Adopter(Role):
         self.heights.begin()
 
     def with_own_signature(self, commit: Commit) -> Certificate | None:
-        """The certificate; to a reform's, an elector of the reform adds its signature [L2]."""
+        """The certificate. If this peer is an elector of a reform, it adds its signature [L2]."""
         manifest, certificate, parent = commit.manifest, commit.certificate, commit.parent
         if manifest.kind is not Kind.REFORM or certificate is None:
             return certificate
@@ -205,7 +207,7 @@ class Adopter(Role):
         return replace(certificate, signatures=signatures)
 
     def _lengthen_chain(self, commit: Commit, certificate: Certificate | None) -> tuple[Link, ...]:
-        """Adds the links up to the new tip's head to the chain; returns those that are new."""
+        """Adds the links up to the new tip's head to the chain; returns the new links."""
         head, before = commit.manifest.head, self.standing.chain
         step = commit.path[-1] if commit.path else Link(head)
         parent = commit.parent.head if commit.parent else step.parent
@@ -214,7 +216,7 @@ class Adopter(Role):
         return self.standing.chain.beyond(before)
 
     def on_heads_found(self, event: events.HeadsFound) -> None:
-        """Puts lost links back into the chain, so that it proves more to others (chain pruning)."""
+        """Puts lost links back into the chain, which then proves the tip to more peers."""
         standing = self.standing
         standing.chain, problem = filled(standing.chain, event.links)
         if problem:
@@ -230,13 +232,14 @@ class Adopter(Role):
         self.out.emit(events.RewriteChain(self.standing.chain.links))
 
     def _collect_garbage(self, old: events.Record) -> None:
-        """Names the blobs to keep: of the tip, the previous tip, and a fetch under way [GC].
+        """Names the blobs to keep: those of the tip, the previous tip, and a fetch under way [GC].
 
-        A peer that leaves a generation also keeps the parent of its last tip there, and the
-        proposal that it accepted there: others may still need them to finish that round.
+        A peer that leaves a generation also keeps the blobs of the parent of its last tip there,
+        and of the proposal that it accepted there. Others may still need these blobs to finish that
+        round.
         """
-        # Manifests that are being synced stay. If one were dropped and fetched again, the end of
-        # the first sync would be taken for the end of the second sync.
+        # Manifests that are being synced are kept. If one were dropped and fetched again, the end
+        # of the first sync would be mistaken for the end of the second.
         kept = [self.tip, old.tip, *self._lingering, *self.blobs.syncing.values()]
         self._lingering = ()
         if self.tip.generation != old.tip.generation:
@@ -260,7 +263,7 @@ class Adopter(Role):
             yield from (*manifest.blobs, *manifest.deltas)
 
     def _fetch_is_stuck(self) -> bool:
-        """Whether a fetch had no progress for `patience_s`: nobody may have the missing blobs.
+        """Whether a fetch had no progress for `patience_s`: perhaps nobody has the blobs.
 
         Policy: stuck fetches.
         """
@@ -272,7 +275,7 @@ class Adopter(Role):
         )
 
     def tick(self) -> None:
-        """Continues a fetch, or drops one without progress."""
+        """Continues a fetch, or drops a fetch without progress."""
         pursuit = self.blobs.catch_up
         if pursuit is None:
             return

@@ -1,4 +1,4 @@
-"""The results of a closed roster, and the reducers or sources that hold it up.
+"""The results of a closed roster, and the reducers or sources that delay it.
 
 Policies: roster deadline, roster repair.
 """
@@ -49,7 +49,7 @@ class Averaging(Role):
         return True
 
     def _is_result_of_roster(self, campaign: Campaign, reduced: Reduced) -> bool:
-        """Whether a result belongs to the closed roster: a manifest takes no others [A6]."""
+        """Whether a result belongs to the closed roster, as all results of a manifest must [A6]."""
         return (
             campaign.stage is Stage.REDUCE
             and campaign.closed is not None
@@ -78,7 +78,7 @@ class Averaging(Role):
         return Value(manifest, evidence, why)
 
     def refused_values(self, roster: ClosedRoster) -> dict[PeerId, str]:
-        """Peers whose values came and were refused, so that waiting does not help.
+        """Peers whose values arrived and were refused, so that waiting does not help.
 
         Policies: roster repair, update bounds.
         """
@@ -90,7 +90,7 @@ class Averaging(Role):
         }
 
     def gone_that_are_missed(self, roster: ClosedRoster) -> dict[PeerId, str]:
-        """Peers that the round need not wait for: their machines refuse messages."""
+        """Missing peers for which the round need not wait, since their machines refuse messages."""
         late = self.late_reducers(roster)
         reported = (roster.missing.get(reporter, {}) for reporter in late)
         missed = late.union(*reported) & self.contacts.gone.keys()
@@ -137,7 +137,7 @@ class Averaging(Role):
         return named & roster.plan.offers.keys() - {self.me}
 
     def accused(self, roster: ClosedRoster) -> set[PeerId]:
-        """Peers whose values most reducers (two or more) could not get (withholding exclusion)."""
+        """Peers whose values most reducers (at least two) could not fetch."""
         reducers = set(roster.plan.reducers.values())
         reports = (roster.missing.get(reporter, {}) for reporter in reducers)
         named = Counter(
@@ -147,7 +147,7 @@ class Averaging(Role):
         return {peer for peer, count in named.items() if count > most[peer]}
 
     def silent_sources(self, roster: ClosedRoster, limit_s: float) -> dict[PeerId, str]:
-        """Missed peers that were silent for `limit_s`, although each poll greets them.
+        """Sources of missing values that were silent for `limit_s`, although each poll greets them.
 
         Policy: roster repair.
         """
@@ -161,8 +161,8 @@ class Averaging(Role):
     def slow_sources(self, roster: ClosedRoster) -> dict[PeerId, str]:
         """Peers whose values most late reducers, and at least two, wait for (roster repair).
 
-        Such reducers are not to blame for being late. A single reducer may lie, or be cut off from
-        the peer that it names.
+        These reducers are late because of their sources. A single report is not enough: the reducer
+        may lie, or be cut off from the peer that it names.
         """
         late = self.late_reducers(roster)
         reports = (roster.missing.get(reporter, {}) for reporter in late)

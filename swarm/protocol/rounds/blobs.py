@@ -18,7 +18,7 @@ from swarm.protocol.values.updates import UpdateBound
 
 @dataclass
 class Pursuit:
-    """A manifest whose blobs are being fetched, so that it can be accepted or applied."""
+    """A manifest whose blobs are being fetched, to accept or apply the manifest."""
 
     purpose: ClassVar[events.Purpose]
     manifest: Manifest
@@ -32,7 +32,7 @@ class Pursuit:
     is_syncing: bool = False
     failed: dict[Digest, set[PeerId]] = field(default_factory=dict)
     moves: dict[Digest, Move] = field(default_factory=dict)
-    """How values can be made from deltas. A move whose delta cannot be used is removed."""
+    """How values can be made from deltas. Moves with unusable deltas are removed."""
     asked: dict[Digest, tuple[PeerId, ...]] = field(default_factory=dict)
     """Peers that were asked for each blob."""
 
@@ -53,7 +53,7 @@ class CatchUp(Pursuit):
     purpose: ClassVar[events.Purpose] = events.Purpose.CATCH_UP
     commit: Commit
     began_at: float
-    """When this peer began to catch up, maybe with an older manifest."""
+    """When this peer began to catch up, perhaps by fetching an older manifest."""
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class Blobs(Role):
     rebuilding: set[Digest] = field(init=False, default_factory=set)
     """Values that are being made from deltas."""
     unmade: set[Digest] = field(init=False, default_factory=set)
-    """Values that this peer has to fetch, since its own arithmetic gives other bits."""
+    """Values that this peer has to fetch, because its own computation gives other bits."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,7 +93,7 @@ class Blobs(Role):
         }
 
     def lacking(self, manifest: Manifest) -> dict[Digest, Unit]:
-        """Blobs that a vote needs and that are not here: values, and deltas for others [W6]."""
+        """Missing blobs that a vote needs: values, and deltas to serve to others [W6]."""
         deltas = {d: unit for d, unit in manifest.deltas.items() if d not in self.stored}
         return {**self.missing(manifest), **deltas}
 
@@ -116,17 +116,17 @@ class Blobs(Role):
             return
         pursuit.progress_at = self.now
         pursuit.is_fetching &= bool(pursuit.missing)
-        if digest in pursuit.manifest.deltas:  # a sync for the decided manifest lacked it [W6]
+        if digest in pursuit.manifest.deltas:  # an earlier sync lacked it [W6]
             self.synced.discard(pursuit.manifest.digest)
             pursuit.is_syncing = False
 
     def moves_of(self, *manifests: Manifest | None) -> dict[Digest, Move]:
-        """Moves by which values of these manifests can be made here."""
+        """Moves by which this peer can make values of these manifests."""
         moves = moves_of(manifest for manifest in manifests if manifest)
         return {value: move for value, move in moves.items() if value not in self.unmade}
 
     def _way_to(self, value: Digest, unit: Unit, pursuit: Pursuit) -> tuple[Move, ...]:
-        """Moves that lead from a stored value to a missing one; empty if it must be fetched."""
+        """Moves from a stored value to a missing one; empty if that must be fetched."""
         size = self.rules.delta_bytes.get(unit)
         if size is None:
             return ()
@@ -134,7 +134,7 @@ class Blobs(Role):
         return way_to(value, pursuit.moves, self.stored, size, whole) or ()
 
     def _rebuild(self, pursuit: Pursuit) -> None:
-        """Has missing values made from deltas that have arrived, each chain of deltas in order."""
+        """Has missing values made from deltas that arrived; several deltas of a value in order."""
         for value, unit in pursuit.missing.items() if pursuit.moves else ():
             for move in self._way_to(value, unit, pursuit)[:1]:
                 if move.delta in self.stored and move.value not in self.rebuilding:
@@ -142,20 +142,20 @@ class Blobs(Role):
                     self.out.emit(events.Rebuild(move.unit, move.base, move.delta, move.value))
 
     def note_not_made(self, event: events.NotMade) -> None:
-        """Notes a value that could not be made here: if missing, the next tick fetches it."""
+        """Notes a value that could not be made here; if it is missing, the next tick fetches it."""
         self.rebuilding.discard(event.digest)
         self.unmade.add(event.digest)
         for pursuit in () if event.digest in self.stored else self.pursuits:
             self._do_without(pursuit, event.digest)
 
     def _do_without(self, pursuit: Pursuit, value: Digest) -> None:
-        """Makes this value, and those made from it, be fetched whole instead of by deltas."""
+        """Gives up the delta to a value: the value, and values made from it, are fetched whole."""
         if pursuit.moves.pop(value, None) is not None:
             pursuit.is_fetching = False
             self.out.emit(events.CancelFetch(pursuit.purpose))
 
     def lose(self, digest: Digest) -> None:
-        """Notes that a blob is not here after all, as the shell found, and has it fetched."""
+        """Notes that the shell found a blob missing or damaged, and has the blob fetched."""
         self.stored.discard(digest)
         for pursuit in [each for each in self.pursuits if digest not in each.missing]:
             for unit, entry in pursuit.manifest.entries.items():
@@ -166,7 +166,7 @@ class Blobs(Role):
                     self.synced.discard(pursuit.manifest.digest)
 
     def note_synced(self, digest: Digest) -> None:
-        """Notes that all blobs of a manifest are durable, unless one was lost since."""
+        """Notes that all blobs of a manifest are durable, unless a blob was lost since."""
         self.syncing.pop(digest, None)
         pursuits = [each for each in self.pursuits if each.manifest.digest == digest]
         if pursuits and all(each.missing for each in pursuits):
@@ -174,7 +174,7 @@ class Blobs(Role):
         self.synced.add(digest)
 
     def note_failed(self, event: events.Unobtainable) -> None:
-        """Notes that a peer did not give a blob: others are asked first from now on."""
+        """Notes that a peer did not send a blob, so that others are asked first from now on."""
         for pursuit in self.pursuits:
             is_awaited = event.digest in pursuit.asked and event.digest not in self.stored
             if event.digest in pursuit.missing or is_awaited:
@@ -183,7 +183,7 @@ class Blobs(Role):
                 self._judge_delta(event.digest, failed, pursuit)
 
     def _judge_delta(self, delta: Digest, failed: set[PeerId], pursuit: Pursuit) -> None:
-        """Gives up a delta that no asked peer gave, unless a vote needs it [W6] (delta fetches)."""
+        """Gives up a delta that no asked peer sent, unless a vote needs it [W6] (delta fetches)."""
         if delta in pursuit.missing or not failed.issuperset(pursuit.asked[delta]):
             return
         for move in [each for each in pursuit.moves.values() if each.delta == delta]:
@@ -195,7 +195,7 @@ class Blobs(Role):
         self.proposal = None
 
     def on_sync_failed(self, event: events.SyncFailed) -> None:
-        """Lets the pursuits of this manifest sync it again with the next tick [A3]."""
+        """Has the blobs of this manifest synced again with the next tick [A3]."""
         self.syncing.pop(event.manifest, None)
         for pursuit in self.pursuits:
             if pursuit.manifest.digest == event.manifest:
@@ -207,7 +207,7 @@ class Blobs(Role):
                 )
 
     def is_complete(self, pursuit: Pursuit) -> bool:
-        """Whether all blobs of a manifest are here: never accept or apply a part [A2, X1]."""
+        """Whether all blobs of a manifest are here, as a vote or an application needs [A2, X1]."""
         return not pursuit.missing
 
     def start_sync(self, pursuit: Pursuit) -> None:
@@ -223,8 +223,8 @@ class Blobs(Role):
         """Fetches missing blobs: from a value's source, then known holders, then anybody.
 
         Holders are asked in a different order for each unit, to spread the load. For experts of a
-        large proposal, relays are asked first (blob relays). For a unit that an earlier round
-        renewed, a holder is asked first, since the source may have left long ago.
+        large proposal, relays are asked first (blob relays). For a unit that was renewed in an
+        earlier round, a holder is asked first, since the source may have left long ago.
         """
         wants = []
         relays = self._relays(pursuit)
@@ -264,7 +264,7 @@ class Blobs(Role):
         return slow_links.relays_of_proposal(pursuit.manifest, pursuit.evidence)
 
     def _needed(self, pursuit: Pursuit) -> Iterator[tuple[Digest, Unit, bool]]:
-        """Blobs that have to come from others, each with its unit and whether it is a delta."""
+        """Blobs that must be fetched from others, each with its unit and whether it is a delta."""
         named: set[Digest] = set()
         for digest, unit in pursuit.missing.items():
             way = self._way_to(digest, unit, pursuit)

@@ -15,10 +15,10 @@ from swarm.protocol.values.manifest import Manifest, PeerId, Unit, Wish, turn
 
 @dataclass
 class Declarations:
-    """One declaration of each peer: that of its offer in the roster, otherwise its last one.
+    """One declaration of each peer: that of its offer in the roster, or else its last declaration.
 
-    A peer that restarts, or whose messages overtake each other, makes several declarations. Of
-    those that name the averaged offer, the last one counts.
+    A peer may make several declarations, by a restart or by messages that overtake each other. Of
+    the declarations that name the averaged offer, the last counts.
     """
 
     last: dict[PeerId, messages.Declared] = field(default_factory=dict)
@@ -50,8 +50,8 @@ class Declarations:
 
         Policy: joiner limits.
 
-        The limit keeps the proposal small, however many strangers ask to join. Guests come first,
-        then others by lot.
+        The limit keeps the proposal small, however many strangers ask to join. Guests are chosen
+        first, then others by lot.
         """
         strangers = sorted(
             self.last.keys() - tip.members.keys(),
@@ -65,21 +65,21 @@ class Declarations:
 class Stage(Enum):
     """How far a campaign has come."""
 
-    COLLECT = "collect"  # phase 1 and offers; or this peer computes a merge
+    COLLECT = "collect"  # collects promises and offers, or computes a merge
     REDUCE = "reduce"  # a roster is closed, and its values are averaged
     VOTE = "vote"  # a manifest is proposed
-    DECIDED = "decided"  # chosen; blobs may still be missing here
+    DECIDED = "decided"  # a quorum has voted; blobs may still be missing here
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A member's word on when its local steps will end."""
+    """A member's estimate of when its local steps will end."""
 
     due_at: float
     total_s: float
-    """How long the steps will have taken when they end."""
+    """Time from the beginning of the steps to their expected end."""
     final_at: float
-    """The member may revise its word until this time: for half of the time that it first named."""
+    """The member may change its estimate until this time, which is half of its first estimate."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,10 @@ class ClosedRoster:
     """Signed results of each reducer, the newest first."""
     reported_at: dict[PeerId, float] = field(default_factory=dict)
     missing: dict[PeerId, dict[PeerId, str]] = field(default_factory=dict)
-    """Reporter -> peers whose values it could not get, with the reason (roster repair)."""
+    """For each reporting reducer, the peers whose values it could not fetch, with the reason
+    (roster repair)."""
     missed_at: dict[PeerId, float] = field(default_factory=dict)
-    """When a peer with missing values was first named, unless its values were only slow."""
+    """When a peer's values were first reported missing, unless they were only slow."""
     extensions: int = 0
     """How often T_red was extended."""
 
@@ -127,13 +128,12 @@ class Campaign:
     started_at: float
     next_poll: float
     excluded: dict[PeerId, str] = field(default_factory=dict)
-    """Contributors that are no longer waited for or averaged, with the reason [C6]
-    (roster repair)."""
+    """Contributors that the campaign leaves out, with the reason [C6] (roster repair)."""
     stage: Stage = Stage.COLLECT
     stage_at: float = 0.0
     num_polls: int = 0
     setbacks: int = 0
-    """How often a roster was given up because trainees held it up."""
+    """How often a roster was given up because trainees delayed it."""
     relieved: set[PeerId] = field(default_factory=set)
     """Reducers whose units were given to others (roster repair)."""
     # Phase 1 [C2].
@@ -142,28 +142,28 @@ class Campaign:
     answered_at: dict[PeerId, float] = field(default_factory=dict)
     # A roster is open.
     seen: dict[PeerId, float] = field(default_factory=dict)
-    """When the last READY of each member came, for any ballot (member removal)."""
+    """When the last READY of each member arrived, for any ballot (member removal)."""
     silent_since: dict[PeerId, float] = field(default_factory=dict)
-    """When a convener that was replaced for its silence was last heard (takeover)."""
+    """When each convener that was replaced for its silence was last heard (takeover)."""
     ready_at: dict[PeerId, float] = field(default_factory=dict)
-    """When a member expects to have finished its local steps."""
+    """When each member expects its local steps to end."""
     stalls_at: dict[PeerId, float | None] = field(default_factory=dict)
-    """When a member with an offer runs out of steps, as it last said; None: it waits already."""
+    """When each member with an offer runs out of steps, as it last said; None: it waits already."""
     worked: dict[PeerId, tuple[float, float]] = field(default_factory=dict)
-    """How long a member had worked on the tip, and when the member said so."""
+    """How long each member had worked on the tip, and when it said so."""
     fetched: dict[PeerId, float] = field(default_factory=dict)
-    """How long a member took to fetch the tip."""
+    """How long each member took to fetch the tip."""
     words: dict[PeerId, Estimate] = field(default_factory=dict)
-    """Members' words on when their local steps will end."""
+    """Members' estimates of when their local steps will end."""
     awaited_at: float = 0.0
     """When the roster last had a member to wait for."""
     offers: dict[PeerId, messages.Offer] = field(default_factory=dict)
     grounds: Declarations = field(default_factory=Declarations)
-    """What members and joiners have declared."""
+    """The declarations of members and joiners."""
     credentials: dict[PeerId, Credential] = field(default_factory=dict)
-    """Credentials of joiners, and of members that no anchor vouches for."""
+    """Credentials of joiners, and of members for which no anchor vouches yet."""
     guests: set[PeerId] = field(default_factory=set)
-    """Strangers that an anchor vouches for. Other strangers never take the places of these."""
+    """Strangers for which an anchor vouches. They are admitted before all others."""
     leaving: dict[PeerId, Wish] = field(default_factory=dict)
     """Members that asked to leave, with their signed wishes."""
     undialable: set[PeerId] = field(default_factory=set)
@@ -175,7 +175,7 @@ class Campaign:
     planned: (
         tuple[tuple[Mapping[PeerId, messages.Offer], Set[PeerId], messages.Uplinks], Loads] | None
     ) = None
-    """Inputs of the last plan, and the plan: kept, since planning takes long for 256 peers."""
+    """Inputs of the last plan, and the plan; cached, since planning for 256 peers is slow."""
     # A roster is closed.
     closed: ClosedRoster | None = None
     """The last closed roster. Results for earlier ones are dropped."""

@@ -25,7 +25,7 @@ MAX_TRAINEES = 4
 
 @dataclass(eq=False)
 class Collector(Role):
-    """Collects what members and joiners report and offer, and decides when to wait no longer."""
+    """Collects reports and offers of members and joiners, and decides when to wait no longer."""
 
     contacts: Contacts
     work: Work
@@ -60,7 +60,7 @@ class Collector(Role):
         return True
 
     def _note_joiner(self, campaign: Campaign, stranger: PeerId, ready: Ready) -> None:
-        """Notes a stranger's wish to join; one that may not join takes no part in the lot [R8]."""
+        """Notes a stranger's wish to join, if it may join [R8]."""
         guests = self.contributor.guests(stranger, ready.credential)
         if ready.leave or not guests.may_come(stranger):
             return
@@ -73,7 +73,7 @@ class Collector(Role):
         campaign.credentials |= guests.shown
 
     def _has_place(self, campaign: Campaign, stranger: PeerId) -> bool:
-        """Whether a stranger's network has room for a trainee: keys are free, addresses are not."""
+        """Whether a stranger's network has room for a trainee; keys cost nothing, addresses do."""
         network = self.peer.network_of(stranger)
         if network is None:
             return True
@@ -84,7 +84,7 @@ class Collector(Role):
     def _note_word(
         self, campaign: Campaign, peer: PeerId, remaining_s: float, worked_s: float
     ) -> None:
-        """Holds a member to its early estimate, since later ones may slip for ever.
+        """Keeps a member's early estimate, since it could postpone later ones for ever.
 
         Policy: roster deadline.
         """
@@ -107,13 +107,13 @@ class Collector(Role):
             campaign.quorum_offered_at = self.now
 
     def close_if_due(self, campaign: Campaign) -> None:
-        """Closes the roster once no more offers are waited for (roster deadline)."""
+        """Closes the roster once it waits for no more offers (roster deadline)."""
         why = self._why_close_roster(campaign)
         if why:
             self._close_roster(campaign, why)
 
     def _why_close_roster(self, campaign: Campaign) -> str | None:
-        """Why no more offers are waited for; None while they are (roster deadline)."""
+        """Why the roster waits for no more offers; None while it waits (roster deadline)."""
         offered = campaign.in_time
         absent = self._absentees(campaign, offered)
         roster = self._open_roster(campaign, offered, absent)
@@ -166,7 +166,7 @@ class Collector(Role):
         )
 
     def _spare_s(self, campaign: Campaign, waiting: Collection[PeerId]) -> float:
-        """How long the roster may stay open until one of `waiting` has no steps left to take.
+        """How long the roster may stay open until one of `waiting` has no steps left.
 
         Policy: stall deadline.
         """
@@ -174,7 +174,7 @@ class Collector(Role):
         return max(0.0, self._free_s(campaign, waiting) - transfer_s)
 
     def _free_s(self, campaign: Campaign, waiting: Collection[PeerId]) -> float:
-        """How long each of these peers still has steps to take (stall deadline)."""
+        """How long all of these peers still have steps left (stall deadline)."""
         known = {**campaign.stalls_at, self.me: self.work.stalls_at}
         ends = [known.get(peer) for peer in waiting]
         stalls_at = min((end for end in ends if end is not None), default=self.now)
@@ -183,7 +183,7 @@ class Collector(Role):
     def _absent(
         self, campaign: Campaign, peer: PeerId, *, is_behind: bool
     ) -> roster_deadline.Absent:
-        """What is known of a member that has not offered its shared tensors."""
+        """The state of a member that has not offered its shared tensors."""
         silent_s = 0.0 if peer == self.me else self.now - self._last_sign_of(campaign, peer)
         said = campaign.words.get(peer)
         return roster_deadline.Absent(
@@ -203,30 +203,30 @@ class Collector(Role):
         )
 
     def _remaining_s(self, campaign: Campaign, peer: PeerId) -> float | None:
-        """Seconds until a peer's local steps are done, as it last said."""
+        """Seconds until a peer's local steps end, as it last said."""
         ready_at = self.work.ready_at if peer == self.me else campaign.ready_at.get(peer)
         return None if ready_at is None else max(0.0, ready_at - self.now)
 
     def _worked_s(self, campaign: Campaign, peer: PeerId) -> float:
-        """How long a member has worked on the tip; its offer ends the count."""
+        """How long a member has worked on the tip, until its offer."""
         worked_s, at = campaign.worked.get(peer, (0.0, campaign.started_at))
         offer = campaign.offers.get(peer)
         return worked_s if offer and not offer.is_late else worked_s + self.now - at
 
     def _is_patient(self) -> bool:
-        """Whether this round waits for new trainees as for voters, and for members still fetching.
+        """Whether this round waits for new trainees like voters, and for members that still fetch.
 
-        A lone voter is always patient: only peers that reach its tip can join it.
+        A lone voter always waits, since only peers that have its tip can join.
         """
         return self.standing.decides_alone or roster_deadline.is_patient(self.tip.round + 1)
 
     def _is_new(self, peer: PeerId) -> bool:
-        """Whether the tip did not count this trainee, and the round is not patient."""
+        """Whether the round is impatient and the peer is a trainee that the tip did not count."""
         is_known = peer in self.standing.electorate() or peer in self.tip.contributors
         return not is_known and not self._is_patient()
 
     def _those_behind(self, campaign: Campaign) -> tuple[PeerId, ...]:
-        """Live members that do not have the tip yet: they greet, but do not answer polls.
+        """Live members without the tip, which send greetings but do not answer polls.
 
         In patient rounds, a lone voter also waits for strangers that would join.
         """
@@ -238,10 +238,10 @@ class Collector(Role):
         return tuple(sorted(behind))
 
     def _last_sign_of(self, campaign: Campaign, peer: PeerId) -> float:
-        """When a member last answered; if it has not, when the campaign began.
+        """When a member last answered; if it never did, when the campaign began.
 
-        For a peer that refuses messages, silence before the campaign counts, too. So it does for a
-        convener that was replaced for its silence, once it has been asked twice.
+        Silence before the campaign counts too, if the peer's machine refuses messages. It also
+        counts for a convener that was replaced for its silence, once that has been asked twice.
         """
         since = campaign.started_at
         if peer in self.contacts.gone:
@@ -251,11 +251,11 @@ class Collector(Role):
         return campaign.seen.get(peer, since)
 
     def _kept_after(self, peers: Collection[PeerId], setbacks: int) -> Collection[PeerId]:
-        """Those of these peers whose offers enter the roster after `setbacks` (roster repair)."""
+        """The given peers whose offers enter the roster after these setbacks (roster repair)."""
         return steadiest(self.tip.members, peers, setbacks, seed=self.tip.digest)
 
     def _close_roster(self, campaign: Campaign, why: str) -> None:
-        """Fixes the offers to average. Nothing is proposed yet, so this may be repeated."""
+        """Fixes the offers to average, until a later roster replaces this one."""
         offers = self._kept_offers(campaign)
         loads = self._loads(campaign, offers)
         for peer, reason in self._too_thin(campaign, loads).items():
@@ -277,8 +277,8 @@ class Collector(Role):
         return {peer: offer for peer, offer in campaign.offers.items() if peer in kept}
 
     def _loads(self, campaign: Campaign, offers: Mapping[PeerId, Offer]) -> Loads:
-        """The plan of a round over these offers and known uplinks, kept until either changes."""
-        # A peer that vanished after its offer would hold the round up again if it were a reducer.
+        """The plan of a round with these offers and the known uplinks; cached."""
+        # A peer that vanished after its offer would delay the round again if it were a reducer.
         unable = campaign.undialable | campaign.relieved | self.contacts.gone.keys()
         follows_from = offers, unable, dict(campaign.uplinks)
         if campaign.planned is None or campaign.planned[0] != follows_from:
@@ -307,7 +307,7 @@ class Collector(Role):
             [p for p in absentees.peers if p not in late], absentees.of
         )
         if not late or roster_deadline.keeps_word(replace(roster, absent=others), self.timers):
-            return {}  # the roster stays open for a peer with a faster link in any case
+            return {}  # the roster waits in any case, for a peer with a faster link
         loads = self._loads(campaign, self._kept_offers(campaign))
         out = self._too_thin(campaign, loads, roster_deadline.Absentees(late, absentees.of))
         return {peer: out[peer] for peer in late if peer in out}
@@ -315,7 +315,7 @@ class Collector(Role):
     def _too_thin(
         self, campaign: Campaign, loads: Loads, late: roster_deadline.Absentees | None = None
     ) -> dict[PeerId, str]:
-        """Peers to leave out because their links would hold the others up, and why.
+        """Peers to leave out because their links would delay the others, and why.
 
         Policy: slow-link exclusion.
         """

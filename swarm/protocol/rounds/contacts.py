@@ -24,18 +24,18 @@ SELDOM_S = 30.0
 """Upper bound of the growing pause between greetings while no quorum is heard."""
 
 Exchanged = dict[tuple[PeerId, Digest], float]
-"""When a peer was last sent this tip, or asked for a newer one."""
+"""When a tip was last sent to a peer, or the peer was last asked for a newer one."""
 
 
 @dataclass(eq=False)
 class Contacts(Role):
-    """What messages have shown about the other peers."""
+    """The state of other peers, as their messages have shown."""
 
     heard: dict[PeerId, float] = field(init=False, default_factory=dict)
-    """When each peer was last heard in this generation (liveness tracking). Members, and
-    MAX_STRANGERS others."""
+    """When each peer was last heard in this generation (liveness tracking). Holds members and at
+    most MAX_STRANGERS others."""
     behind: dict[PeerId, float] = field(init=False, default_factory=dict)
-    """Peers whose newest message had a lesser tip, and when that message came."""
+    """Peers whose newest message had an older tip, and when that message came."""
     gone: dict[PeerId, None] = field(init=False, default_factory=dict)
     """Peers whose machine refused a message, until they are heard again. Bounded like `heard`."""
     known: dict[PeerId, None] = field(init=False)
@@ -44,9 +44,9 @@ class Contacts(Role):
     asked: Exchanged = field(init=False, default_factory=dict)
     _asked_all_at: float = field(init=False, default=-inf)
     readies: dict[PeerId, Ready] = field(init=False, default_factory=dict)
-    """READYs of this height that came while this peer had no campaign."""
+    """READYs of this height that arrived while this peer had no campaign."""
     somebody_is_ahead: bool = field(init=False, default=False)
-    """Whether another peer has shown a better tip since this height, or listening, began."""
+    """Whether another peer has shown a better tip since this height, or the listening, began."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,14 +96,14 @@ class Contacts(Role):
                 del entries[peer]
 
     def those_behind(self) -> set[PeerId]:
-        """Live peers whose messages lately showed a lesser tip."""
+        """Live peers whose messages lately showed an older tip."""
         since = self.now - self.timers.silence_s
         return {peer for peer, at in self.behind.items() if at > since}
 
     def hears_quorum(self, limit_s: float) -> bool:
         """Whether a quorum of the voters was heard within the limit.
 
-        This peer counts itself, unless it abstains: a quorum that cannot vote is dead.
+        This peer counts itself, unless it abstains and so cannot be part of a deciding quorum.
         """
         since = self.now - limit_s
         heard = [peer for peer, at in self.heard.items() if at > since]
@@ -114,13 +114,13 @@ class Contacts(Role):
 
         Policy: liveness tracking.
 
-        Hearing a quorum must not be left to chance: of hundreds of healthy voters only a few have a
-        message for this peer within some seconds.
+        Otherwise chance would decide whether a quorum is heard: of hundreds of healthy voters, only
+        a few have a message for this peer within some seconds.
 
         Args:
             limit_s: time within which a quorum must have been heard.
-            waited_s: how long this peer has needed a quorum. The longer that is, the less often it
-                asks. Otherwise the survivors of a large swarm would do little else.
+            waited_s: how long this peer has needed a quorum. The longer, the less often it asks;
+                otherwise the survivors of a large swarm would do little else.
         """
         pause_s = max(self.timers.poll_s, limit_s / 4, min(SELDOM_S, waited_s / 8))
         if self.now - self._asked_all_at < pause_s or self.hears_quorum(limit_s / 2):
@@ -132,7 +132,7 @@ class Contacts(Role):
                 self.out.post(peer, Hello(ask=True))
 
     def remember(self, peers: Iterable[PeerId]) -> None:
-        """Notes peers to greet now and then, members or not, so that forks meet."""
+        """Notes peers to greet occasionally, members or not, so that separate chains meet."""
         for peer in sorted(peers):
             self.known.pop(peer, None)
             self.known[peer] = None
@@ -140,7 +140,7 @@ class Contacts(Role):
             self.known.pop(next(iter(self.known)))
 
     def is_rate_limited(self, last: Exchanged, key: tuple[PeerId, Digest]) -> bool:
-        """Whether `key` was used less than `poll_s` ago; if not, it counts as used now."""
+        """Whether `key` was used less than `poll_s` ago; if not, marks it as used now."""
         if key in last and self.now - last[key] < self.timers.poll_s:
             return True
         last.pop(key, None)  # the newest are at the end
@@ -169,7 +169,7 @@ class Gossip(Role):
         self.next_hello = self.now
 
     def tell_tip(self, peer: PeerId, code: Code) -> None:
-        """Sends COMMIT(tip) to a peer with a lesser tip, at most once per poll period [H1]."""
+        """Sends COMMIT(tip) to a peer with an older tip, at most once per poll period [H1]."""
         if not self.contacts.is_rate_limited(self.contacts.told, (peer, self.tip.digest)):
             record = self.standing.record
             path = self.standing.chain.proof(code)
@@ -196,9 +196,9 @@ class Gossip(Role):
             self.ask_tip(source)
 
     def tick(self) -> None:
-        """Greets two voters, and one other peer, which may be on another chain.
+        """Greets two voters, and one other peer that may be on another chain.
 
-        Voters must hear a quorum of voters every few seconds, however many other peers there are.
+        Two are voters because each voter must hear a quorum of voters every few seconds.
         """
         if self.now < self.next_hello:
             return

@@ -1,4 +1,4 @@
-"""Contributor, joiner and leaver: what a peer says about itself.
+"""Contributor, joiner and leaver: what a peer reports about itself.
 
 Policies: round offers, joiner limits, member removal.
 """
@@ -31,7 +31,7 @@ class Contributor(Role):
     _has_told_outside: bool = field(init=False, default=False)
 
     def forget_height(self) -> None:
-        """Resets the messages that are logged once a height."""
+        """Allows the log lines that appear once a height to appear again."""
         self._has_told_outside = False
 
     def on_offered(self, offer: messages.Offer) -> None:
@@ -50,7 +50,7 @@ class Contributor(Role):
         work.offer = offer
         if not offer.is_late:
             work.offered_at = self.now
-            # Until the trainer says more, the next steps are expected to take as much time.
+            # Until the trainer says otherwise, the next steps are expected to take as long.
             work.stalls_at = self.now + offer.seconds if self.rules.overlaps else None
             if work.steps_s is not None:  # writing the offer takes time, too
                 work.steps_s = self.now - self.standing.applied_at
@@ -60,9 +60,9 @@ class Contributor(Role):
     def on_expected(self, expected: Expected) -> None:
         """Notes when the trainer expects to finish; the next READY carries this to the convener.
 
-        Where rounds overlap, a peer that has offered already trains for the next round, and stands
-        still once those steps are done (stall deadline). Until the trainer reports on a new tip,
-        the steps on it are expected to take as long as those before.
+        Where rounds overlap, a peer that has offered trains for the next round, and waits once
+        those steps have ended (stall deadline). Until the trainer reports on a new tip, the steps
+        on that tip are expected to take as long as the steps before.
         """
         if expected.tip != self.tip.digest or self.standing.is_due(self.tip):
             return
@@ -92,7 +92,7 @@ class Contributor(Role):
         self.out.post(self.succession.convener, self.ready(self.standing.promised()))
 
     def ready(self, ballot: messages.Ballot) -> messages.Ready:
-        """This peer's READY; a refusal, which names a higher ballot, has the same content."""
+        """This peer's READY. A refusal is the same message with a higher ballot."""
         work, is_leaving, room = self.work, self.life.is_leaving, self.peer.room_of()
         declaration = messages.declaration_of(work.offer, self.peer.capacity, is_leaving, room)
         return messages.Ready(
@@ -114,14 +114,14 @@ class Contributor(Role):
         )
 
     def _signed_declaration(self, declaration: messages.Declaration) -> messages.Signature:
-        """The signature under a declaration, made once and kept as long as the tip [A6]."""
+        """The signature over a declaration, made once for each tip [A6]."""
         if declaration not in self.work.signed:
             statement = messages.ready_statement(self.rules.run, self.tip.digest, declaration)
             self.work.signed[declaration] = self.peer.sign(statement)
         return self.work.signed[declaration]
 
     def _wish(self) -> Wish:
-        """The signed wish to leave: no convener can invent one for a peer (member removal)."""
+        """The signed wish to leave, so that no convener can invent a wish (member removal)."""
         return b64encode(self.peer.sign(leave_statement(self.rules.run, self.tip.digest))).decode()
 
     def worked_s(self) -> float:
@@ -133,7 +133,7 @@ class Contributor(Role):
         return max(0.0, until - self.standing.applied_at)
 
     def on_leave_asked(self) -> None:
-        """Asks the convener to be left out, and leaves once a manifest does so."""
+        """Asks the convener to leave this peer out, and leaves once a manifest does so."""
         if self.life.is_leaving:
             return
         self.life.leave_until = self.now + self.timers.leave_s
@@ -148,14 +148,14 @@ class Contributor(Role):
             self.say_ready()
 
     def tick_leaving(self) -> None:
-        """Leaves when no manifest without this peer came in time."""
+        """Leaves if no manifest without this peer arrived in time."""
         if self.life.leave_until is None or self.life.has_left:
             return
         if self.now >= self.life.leave_until:
             self._leave(f"no manifest came within {self.timers.leave_s:.1f} s")
 
     def check_left(self) -> None:
-        """Leaves once a manifest lists this peer no longer."""
+        """Leaves once the tip no longer lists this peer."""
         if self.life.is_leaving and not self.life.has_left and not self.standing.is_member:
             self._leave(f"manifest {self.tip.height} lists this peer no longer")
 
@@ -166,7 +166,7 @@ class Contributor(Role):
         self.out.emit(Left(reason))
 
     def tick_membership(self) -> None:
-        """Asks to join, or to be left out, every T_hello until a manifest does so."""
+        """Asks to join, or to leave, every T_hello until a manifest fulfils the wish."""
         wants_in = not self.standing.is_member and not self.life.is_leaving
         wants_out = self.standing.is_member and self.life.is_leaving
         if (wants_in or wants_out) and not self.life.has_left:
@@ -188,12 +188,12 @@ class Contributor(Role):
         return f"{lack}; {problem}" if problem else lack
 
     def guests(self, peer: PeerId, credential: Credential | None) -> Guests:
-        """Who may join, or be vouched for, after the tip, by the credential of one peer [R8]."""
+        """Decides, by its credential, whether a peer may join or become vouched [R8]."""
         shown = {peer: credential} if credential else {}
         return self.rules.guests(self.tip, shown)
 
     def _tell_why_outside(self) -> None:
-        """Explains once per tip why this peer's invitation fails; no other peer explains it."""
+        """Explains once per tip why this peer's invitation fails; no other peer reports it."""
         if self._has_told_outside:
             return
         guests = self.guests(self.me, self.peer.credential)

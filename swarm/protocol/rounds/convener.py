@@ -24,8 +24,8 @@ from swarm.protocol.rounds.withholding import Withholding
 from swarm.protocol.values.manifest import PeerId
 
 SLACK, LONGEST = 1.25, 2.5
-"""A roster's slowest link gets its predicted time times SLACK, but at most LONGEST x T_red. Other
-peers allow an attempt three times T_red."""
+"""A roster's slowest link gets SLACK times its predicted time, but at most LONGEST x T_red, since
+other peers allow an attempt three times T_red."""
 
 
 @dataclass(eq=False)
@@ -44,14 +44,14 @@ class Convener(Role):
     withholding: Withholding
 
     def _burn_ballot(self, ballot: Ballot) -> None:
-        """The ballot is durable before its first message, so that it is never used twice [P3]."""
+        """Makes a ballot durable before its first message, so that it is never used twice [P3]."""
         self.standing.persist_promise(ballot)
 
     def start(self, ballot: Ballot, excluded: dict[PeerId, str]) -> None:
-        """Opens a campaign under a new ballot, without the offers of excluded peers.
+        """Begins a campaign under a new ballot, without the offers of excluded peers.
 
-        Peers that withheld their values from earlier rounds are excluded, too
-        (withholding exclusion).
+        Peers that withheld their values from earlier rounds are excluded too (withholding
+        exclusion).
         """
         withheld = self.withholding.left_out()
         succession = self.succession
@@ -67,7 +67,7 @@ class Convener(Role):
         campaign.enter(Stage.COLLECT, self.now)
         succession.campaign = campaign
         if ballot.attempt == 0:
-            # Offers may have come before the campaign [C1]; polls ask for those still missing.
+            # Some offers may have arrived before the campaign [C1]; polls ask for the others.
             for peer, ready in self.contacts.readies.items():
                 self._take_ready(campaign, peer, ready)
         else:
@@ -94,8 +94,7 @@ class Convener(Role):
                 self.succession.note_ballot(ready.ballot)
             return
         if source in self.standing.electorate() and ready.ballot > campaign.ballot:
-            # A ballot out of turn deposes nobody: its convener would refuse all others
-            # (convener turns).
+            # A ballot out of turn replaces no campaign (convener turns).
             if not self.acceptor.turn_problem(ready.ballot.convener, ready.ballot):
                 self.succession.note_ballot(ready.ballot)
             return
@@ -107,7 +106,7 @@ class Convener(Role):
             self.phase1.take(campaign, source, ready)
 
     def _redirect(self, source: PeerId, ready: Ready) -> None:
-        """Sends the higher ballot to a peer that takes this peer for the convener."""
+        """Sends the higher ballot to a peer that believes this peer to be the convener."""
         promised = self.standing.promised()
         if source != self.me and promised > ready.ballot:
             self.out.post(source, self.contributor.ready(promised))
@@ -126,7 +125,7 @@ class Convener(Role):
             self.advance()
 
     def advance(self) -> None:
-        """Advances the campaign, if there is one, as far as it goes."""
+        """Advances the campaign, if there is one, through as many stages as possible."""
         campaign = self.succession.campaign
         if campaign is None:
             return
@@ -141,7 +140,7 @@ class Convener(Role):
             self.proposer.decide(campaign)
 
     def _collected(self, campaign: Campaign) -> Value | None:
-        """A value that can be proposed without a roster. If there is none, may close the roster."""
+        """A value that needs no roster. If there is none, closes the roster if due."""
         promises = self.phase1.promises(campaign)
         if promises is None:
             return None
@@ -154,7 +153,7 @@ class Convener(Role):
         return None
 
     def tick(self) -> None:
-        """Polls, gives up overdue answers, and ends a campaign that cannot succeed."""
+        """Polls, stops waiting for overdue answers, and ends a campaign that cannot succeed."""
         campaign = self.succession.campaign
         if campaign is None:
             return
@@ -165,8 +164,8 @@ class Convener(Role):
             self.succession.step_down(reason)
             return
         if self.now >= campaign.next_poll:
-            # The next poll counts from the time when this one was due, not from now. Otherwise the
-            # delay of each poll would add up.
+            # The next poll is due one period after this poll was due, not after now. Otherwise the
+            # delays of polls would add up.
             campaign.next_poll = max(campaign.next_poll, self.now - self.timers.tick_s)
             campaign.next_poll += self.timers.poll_s
             campaign.num_polls += 1
@@ -183,13 +182,13 @@ class Convener(Role):
             self.advance()
 
     def _tick_reducing(self, campaign: Campaign) -> None:
-        """Begins a new roster without the peers that hold the round up, once T_red is over.
+        """Begins a new roster without the peers that delay the round, once T_red is over.
 
         Policy: roster repair.
 
-        The limit is longer than T_red if a link of the roster is known to need more time
-        (slow-link exclusion). It is shorter for late reducers, and for sources of missing values,
-        that are silent or refuse messages.
+        The limit is longer than T_red if a link of the roster is known to need more time (slow-link
+        exclusion). It is shorter for late reducers, or sources of missing values, that are silent
+        or refuse messages.
         """
         age_s = self.now - campaign.stage_at
         self._exclude_refused(campaign)
@@ -240,8 +239,8 @@ class Convener(Role):
 
         Policy: roster repair.
 
-        If two peers cannot reach each other, the work of neither need be dropped: others reach
-        both.
+        If two peers cannot reach each other, a third peer that reaches both can reduce, so that the
+        work of neither is lost.
         """
         stuck = self.averaging.late_reducers(campaign.roster)
         if campaign.relieved or not set(campaign.roster.plan.able) - stuck:
@@ -254,9 +253,9 @@ class Convener(Role):
         return True
 
     def _poll(self, campaign: Campaign) -> None:
-        """Repeats the stage's message, as a question and as a heartbeat.
+        """Repeats the stage's message, as a poll and as a heartbeat.
 
-        Only a PREPARE is answered by all peers (liveness tracking).
+        Of these messages, all peers answer only a PREPARE (liveness tracking).
         """
         self.succession.convener_at = self.now
         self.contacts.ask_unheard(self._deaf_after_s)
@@ -284,12 +283,12 @@ class Convener(Role):
         return 2 * self.timers.heartbeat_s
 
     def _why_deaf(self, campaign: Campaign) -> str | None:
-        """Why a campaign cannot hear enough to succeed; None when it may (campaign end)."""
+        """Why a campaign hears too few peers to succeed; None while it may (campaign end)."""
         limit_s = self._deaf_after_s
         if self.standing.decides_alone or self.now - campaign.started_at <= limit_s:
             return None
         if campaign.stage is Stage.VOTE and self.standing.has_quorum([self.me]):
-            return None  # its own vote decides, after a grace that may be longer [C5]
+            return None  # its own vote decides, after a wait that may be longer [C5]
         if not self.contacts.hears_quorum(limit_s):
             return f"no quorum was heard for {limit_s:.1f} s"
         since = self.now - limit_s

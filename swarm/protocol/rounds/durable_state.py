@@ -19,7 +19,7 @@ NO_GENERATION = "00"
 
 
 class Standing:
-    """The tip, the promise and vote for the next height, and the rules that need only these.
+    """The tip, and the promise and vote for the next height, with the rules that need only these.
 
     Only `record` and `chain` are persistent. A crash loses everything else, by design.
     """
@@ -28,7 +28,7 @@ class Standing:
         self.peer, self.me, self.rules = peer, peer.me, peer.rules
         self.record = record
         self.chain = chain or Chain.of(record)
-        """The tip's head and earlier ones, which prove the tip to peers with another tip."""
+        """The tip's head and earlier heads, which prove the tip to peers with another tip."""
         self.applied_at = peer.now
         """When this peer applied the tip, or started."""
         self.out = Outbox(peer.me, self.header())
@@ -55,12 +55,12 @@ class Standing:
 
     @property
     def rank(self) -> int:
-        """Place in the order of conveners; trainees and strangers come after all voters."""
+        """Place in the order of conveners; trainees and strangers have places after all voters."""
         order = self.tip.order
         return order.index(self.me) if self.me in self.tip.voters else len(order)
 
     def electorate(self) -> Collection[PeerId]:
-        """Peers whose promises and votes count; trainees and joiners are not among them [R7]."""
+        """Peers whose promises and votes count, without trainees and joiners [R7]."""
         return self.tip.voters
 
     def has_quorum(self, peers: Iterable[PeerId]) -> bool:
@@ -73,7 +73,7 @@ class Standing:
         return self.me in self.electorate() and not self.abstains()
 
     def abstains(self) -> bool:
-        """Whether a rolled-back record may have lost a vote that this peer cast [P5]."""
+        """Whether this peer may have cast a vote that its rolled-back record lacks [P5]."""
         return abstains(self.record)
 
     def is_due(self, manifest: Manifest) -> bool:
@@ -94,9 +94,9 @@ class Standing:
     def header(self) -> messages.Header:
         """The header of all messages under this tip [H2].
 
-        A peer that abstains names no generation: others must not count it into a living quorum
-        [F2] (liveness tracking). Otherwise two peers, one of them abstaining, would wait for each
-        other for ever.
+        A peer that abstains names no generation, so that others do not count it as part of a living
+        quorum [F2] (liveness tracking). Otherwise two peers, one of them abstaining, would wait for
+        each other for ever.
         """
         generation = NO_GENERATION if self.abstains() else self.tip.generation
         return messages.Header(self.tip.code, self.tip.digest, generation)
@@ -107,7 +107,7 @@ class Standing:
         return messages.Accept(ballot, digest, self.peer.sign(statement))
 
     def persist(self, record: Record, links: tuple[messages.Link, ...] = ()) -> None:
-        """Replaces the record as a whole, here and on the disk."""
+        """Replaces the record as a whole, in memory and on the disk."""
         self.record = record
         self.out.emit(Persist(record, links))
 
@@ -116,7 +116,7 @@ class Standing:
         self.persist(replace(self.record, promised=ballot))
 
     def persist_accepted(self, vote: messages.Accepted) -> None:
-        """The vote is durable before the ACCEPT [P2]."""
+        """Makes a vote durable before the ACCEPT [P2]."""
         self.persist(replace(self.record, promised=vote.ballot, accepted=vote))
 
 

@@ -1,4 +1,4 @@
-"""Listening before speaking: after a start, and after a stand-still [B1, B2, H1]."""
+"""Listens before it takes part: after a start, and after a standstill [B1, B2, H1]."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Listener(Role):
         self.succession.campaign = None
         self.contacts.heard.clear()
         if self.blobs.catch_up:
-            self.blobs.catch_up.progress_at = self.now  # the fetch stood still with this process
+            self.blobs.catch_up.progress_at = self.now  # the fetch stood still too
         self.gossip.next_hello = self.now
         self.tick()
 
     def tick(self) -> None:
-        """Asks all known peers for their tips, until the listening ends."""
+        """Asks all known peers for their tips until the listening ends."""
         until = self.life.listen_until
         assert until is not None
         is_over = self.now >= until and not self._is_changing_generation()
@@ -58,10 +58,10 @@ class Listener(Role):
                     self.out.post(peer, Hello(ask=True))
 
     def _is_changing_generation(self) -> bool:
-        """Whether a survivors' chain, found while listening, is still being fetched [B1].
+        """Whether a chain of survivors, found while listening, is still being fetched [B1].
 
-        The fetch may take longer than T_disc. Acting in the old generation meanwhile could roll the
-        survivors back. A fetch without progress also ends the listening (stuck fetches).
+        The fetch may take longer than T_disc. Votes in the old generation during the fetch could
+        roll the survivors back. A fetch without progress also ends the listening (stuck fetches).
         """
         return (
             self.life.may_listen_on
@@ -70,7 +70,7 @@ class Listener(Role):
         )
 
     def end(self) -> None:
-        """Ends the listening. Others get the full time again to give a sign of life."""
+        """Ends the listening. From now on other peers have the full time for a sign of life."""
         self.life.listen_until = None
         succession = self.succession
         succession.top_since = succession.convener_at = succession.reign.since = self.now
@@ -91,9 +91,9 @@ class Listener(Role):
         return not self.life.is_listening and header.tip == self.tip.digest
 
     def keep_early(self, source: PeerId, header: Header, message: Message) -> None:
-        """Keeps messages under a tip that this peer may soon have [C1].
+        """Keeps messages of a tip that this peer may soon have [C1].
 
-        Of each peer and kind of message, only the newest is kept; senders repeat the others anyway.
+        Only the newest message of each peer and kind is kept, since senders repeat messages.
         """
         if header.code >= self.tip.code and len(self._early) < MAX_EARLY:
             self._early[source, type(message)] = (header, message)

@@ -35,7 +35,7 @@ from swarm.protocol.values.manifest import Digest, Kind, Manifest, PeerId, Unit
 
 
 class Phase(Enum):
-    """The activity of a machine, as users see it."""
+    """The activity of a machine, as shown to users."""
 
     LISTENING = "listening"  # just started: learns the others' tips before it takes part
     TRAINING = "training"  # a member without an offer yet
@@ -51,12 +51,12 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class CampaignInfo:
-    """The convener of this height, as users see it."""
+    """The convener of this height, as shown to users."""
 
     convener: PeerId
     attempt: int
     stage: str
-    """Stage of this peer's own campaign; empty when another peer convenes."""
+    """Stage of this peer's campaign; empty if another peer convenes."""
     age_s: float
 
 
@@ -94,7 +94,7 @@ def campaign_info(succession: Succession) -> CampaignInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The class of each part. A test replaces one by a subclass without its rule."""
+    """The class of each part. A test may replace a class by a subclass without its rule."""
 
     standing: type[Standing] = Standing
     contacts: type[Contacts] = Contacts
@@ -119,13 +119,13 @@ class Parts:
 
 
 class RoundMachine:
-    """One peer's part in agreeing on manifests.
+    """One peer's part in the agreement on manifests.
 
-    Hand every event to `handle`, and carry out the returned effects in order. `handle` never raises
-    because of input from other peers: a refused message gives `Reason(REFUSED, ...)`. `timers` may
-    be replaced between events.
+    The shell hands each event to `handle`, and carries out the returned effects in order. Input
+    from other peers never makes `handle` raise: a refused message gives `Reason(REFUSED, ...)`. The
+    shell may replace `timers` between events.
 
-    The rest of the interface for a shell is public and stands under "for the shell".
+    The section "for the shell" has the rest of the interface.
     """
 
     def __init__(
@@ -137,13 +137,13 @@ class RoundMachine:
         chain: Chain | None = None,
         parts: Parts | None = None,
     ) -> None:
-        """Gives each part the records and the parts that it uses.
+        """Makes the parts, each with the records and other parts that it uses.
 
         Args:
             peer: this peer, its rules and its clock.
-            record: the durable record, as the last life of the process left it.
+            record: the durable record, as the previous process left it.
             stored: blobs that are durable here.
-            chain: the tip's head and earlier ones; None: those that the record contains.
+            chain: the tip's head and earlier heads; None: those in the record.
             parts: the class of each part; None: the classes with all rules.
         """
         parts, now = parts or Parts(), peer.now
@@ -328,7 +328,7 @@ class RoundMachine:
     # ------------------------------------------------------------ heights
 
     def _forget_height(self, old: events.Record) -> None:
-        """Has every part drop its state of the height after the old tip."""
+        """Has every part drop its state for the height after the old tip."""
         standing, work = self._standing, self._work
         self._out.header = standing.header()
         standing.applied_at = self._peer.now
@@ -339,21 +339,22 @@ class RoundMachine:
         self._merger.forget_height()
         self._succession.forget_height()
         self._takeover.forget_height()
-        # A reform waits for local steps: a peer that has finished them offers at once after it.
+        # A reform is made after the local steps, so a peer offers them at once on the reform.
         steps_s = work.steps_s if self.tip.kind is not Kind.REFORM else None
         work.forget_height(None if steps_s is None else self._peer.now + steps_s)
         self._contacts.forget_height(is_new_generation=self.tip.generation != old.tip.generation)
         self._reform_choice.forget_height()
 
     def _begin_height(self) -> None:
-        """Starts the work that a new tip, or the end of listening, allows."""
+        """Starts the work of a height, after a new tip or after the listening."""
         life, standing = self._life, self._standing
         if life.is_listening or life.has_left:
             return
         self._merger.start()
         self._listener.replay_early()
         if standing.is_alone and standing.abstains():
-            # This peer may have decided this height already, and others may hold that decision.
+            # This peer may have decided this height before its loss, and others may have that
+            # decision.
             self._reformer.reform("the only member has lost its record and casts no vote")
         elif standing.may_vote() and self._phase1.may_use_ballot_zero():
             self._convener.start(messages.Ballot(0, self.me), {})
@@ -366,9 +367,9 @@ class RoundMachine:
     # ------------------------------------------------------------ for the shell
 
     def foresee(self, message: messages.Message) -> None:
-        """Runs the slow checks of a message that is about to be received; changes no state.
+        """Runs, in advance, the slow checks of a message about to be handled; changes no state.
 
-        May run in another thread. If the tip moves meanwhile, the result is not used.
+        May run in another thread. If the tip changes before the end, the result is not used.
         """
         shown = message.accepted if isinstance(message, messages.Ready) else message
         tip = self.tip
@@ -380,7 +381,7 @@ class RoundMachine:
             proposal_problem(shown.manifest, shown.evidence, tip, self.rules, due=due)
 
     def foothold(self) -> Foothold:
-        """The basis on which the shell judges strangers' proofs before it fetches their blobs."""
+        """What the shell needs to judge strangers' proofs before it fetches their blobs."""
         pursued = self.pursued
         return Foothold(self.chain, pursued.blob if pursued else None)
 
@@ -424,7 +425,7 @@ class RoundMachine:
 
     @property
     def pursued(self) -> Manifest | None:
-        """The decided manifest whose blobs are being brought here, if there is one."""
+        """The decided manifest whose blobs are being fetched, if there is one."""
         pursuit = self._blobs.catch_up
         return pursuit.manifest if pursuit else None
 
@@ -461,5 +462,5 @@ class RoundMachine:
 
     @property
     def campaign(self) -> CampaignInfo:
-        """Who convenes this height as far as this peer knows."""
+        """The convener of this height, as far as this peer knows."""
         return campaign_info(self._succession)

@@ -1,4 +1,4 @@
-"""Merges: computed here from the values of a due tip, and agreed on like a round.
+"""Merges: each peer computes them from the values of a due tip; agreement is as in a round.
 
 Policy: merge manifests.
 """
@@ -30,7 +30,7 @@ class Merger(Role):
         self.merged = None
 
     def start(self) -> None:
-        """Has the merge computed; the result belongs to the tip, not to a campaign.
+        """Has the merge computed; the result stays valid for all campaigns on the tip.
 
         Policy: merge manifests.
         """
@@ -60,7 +60,7 @@ class Merger(Role):
         return Value(manifest, None, "merge computed")
 
     def awaits_own_merge(self, pursuit: Pursuit) -> bool:
-        """Whether to wait up to 2 T_red for this peer's own result before fetching another's.
+        """Whether to wait, up to 2 T_red, for this peer's own result before any fetch.
 
         Policy: merge manifests.
         """

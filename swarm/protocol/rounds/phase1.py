@@ -1,4 +1,4 @@
-"""Phase 1 of a ballot: a quorum's promises, and the value that they force on it [C1, C2, C6]."""
+"""Phase 1 of a ballot: a quorum's promises, and the value that they dictate [C1, C2, C6]."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Phase1(Role):
         return is_first and self.succession.top is None
 
     def _is_required(self, ballot: Ballot) -> bool:
-        """Whether a quorum must promise before anything may be proposed [C2]."""
+        """Whether a quorum must promise before a proposal [C2]."""
         return ballot.attempt >= 1
 
     def take(self, campaign: Campaign, source: PeerId, ready: Ready) -> None:
@@ -40,22 +40,23 @@ class Phase1(Role):
         return sum(at >= since for at in campaign.answered_at.values())
 
     def is_answered(self, campaign: Campaign, since: float) -> bool:
-        """Whether a quorum answered since a time; otherwise the convener gives its attempt up."""
+        """Whether a quorum answered since a time; if not, the convener gives up its attempt."""
         recent = [peer for peer, at in campaign.answered_at.items() if at >= since]
         return self.standing.has_quorum([self.me, *recent])
 
     def promises(self, campaign: Campaign) -> Mapping[PeerId, Ready] | None:
-        """A quorum's promises: {} where no promise is required, None while there is no quorum."""
+        """A quorum's promises: {} if no promise is required, None while there is no quorum."""
         if not self._is_required(campaign.ballot):
             return {}
         promises = self._promises(campaign)
         return promises if self.standing.has_quorum(promises) else None
 
     def _promises(self, campaign: Campaign) -> Mapping[PeerId, Ready]:
-        """The promises that count; those of excluded peers do so only after T_roster [C2, C6].
+        """The promises that count. Those of excluded peers count only after T_roster [C2, C6].
 
-        Any quorum will do. Excluded peers are the sources of blobs that nobody could fetch. A
-        quorum without them need not propose these blobs again just because a source voted for them.
+        Excluded peers are sources of blobs that nobody could fetch. A source may have voted for a
+        value with these blobs. With a quorum of other peers, the convener need not propose that
+        value again.
         """
         answers = campaign.answers
         sound = {peer: ready for peer, ready in answers.items() if peer not in campaign.excluded}
@@ -63,7 +64,7 @@ class Phase1(Role):
         return answers if is_over and not self.standing.has_quorum(sound) else sound
 
     def voted_before(self, campaign: Campaign, promises: Mapping[PeerId, Ready]) -> Value | None:
-        """The value that has to be proposed again, if a promise shows a vote that counts [C2]."""
+        """The value that has to be proposed again because a promise shows a vote for it [C2]."""
         accepted = self._votes_found(promises)
         if not accepted:
             return None
@@ -76,7 +77,7 @@ class Phase1(Role):
         return Value(chosen.manifest, chosen.evidence, why)
 
     def _votes_found(self, promises: Mapping[PeerId, Ready]) -> list[Accepted]:
-        """Votes under lower ballots that could have led to a decision."""
+        """Votes under lower ballots that may have led to a decision."""
         votes = (ready.accepted for ready in promises.values())
         return [
             vote

@@ -1,4 +1,4 @@
-"""Proposer: proposes one value a ballot, collects votes, announces the decision [C5, C6]."""
+"""Proposer: proposes one value for a ballot, collects votes, announces the decision [C5, C6]."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swarm.protocol.values.manifest import Digest, Manifest, PeerId
 
 @dataclass(eq=False)
 class Proposer(Role):
-    """Has a manifest voted on."""
+    """Proposes a manifest and collects the votes."""
 
     contacts: Contacts
     blobs: Blobs
@@ -48,7 +48,7 @@ class Proposer(Role):
         return {p: mbit for p, mbit in said if p in self.tip.members and p not in unable}
 
     def _holders(self, campaign: Campaign) -> tuple[PeerId, ...]:
-        """The newest holders of all blobs; earlier messages have named the others."""
+        """The newest peers that have all blobs; earlier messages have named the others."""
         return tuple(campaign.holders)[-MAX_HOLDERS:]
 
     def _concerned(self, manifest: Manifest) -> list[PeerId]:
@@ -56,7 +56,7 @@ class Proposer(Role):
         return sorted({**self.tip.members, **manifest.members})
 
     def repeat(self, campaign: Campaign, manifest: Manifest) -> None:
-        """Asks again for missing votes, and greets the sources of missing values."""
+        """Asks for missing votes again, and greets the sources of missing values."""
         message = self._message(campaign, manifest)
         for peer in self._concerned(manifest):
             # Peers that have voted need a sign of life only now and then.
@@ -87,11 +87,11 @@ class Proposer(Role):
         return True
 
     def is_chosen(self, campaign: Campaign) -> bool:
-        """Whether the votes decide: a majority's at once, those of half after a grace period [C5].
+        """Whether the votes decide: a majority at once, exactly half after a wait [C5].
 
-        The half includes the tie-breaker. Without the grace period, a swarm of two would have each
-        decided round on one disk only. It lasts T_vote / 2, or less if no other voter was heard for
-        2 T_hb.
+        The half includes the tie-breaker. Without the wait, a swarm of two would have each decided
+        round on one disk only. The wait takes T_vote / 2, or less if no other voter was heard for 2
+        T_hb.
         """
         votes = [peer for peer in campaign.accepts if peer in self.standing.electorate()]
         if 2 * len(votes) > len(self.tip.voters):
@@ -105,7 +105,7 @@ class Proposer(Role):
         return not is_awaited or self.now - campaign.stage_at >= self.timers.vote_s / 2
 
     def decide(self, campaign: Campaign) -> None:
-        """Announces the decision to old and new members, this peer among them [C5]."""
+        """Announces the decision to old and new members, including this peer [C5]."""
         manifest = campaign.proposal
         assert manifest is not None
         campaign.enter(Stage.DECIDED, self.now)
@@ -118,11 +118,11 @@ class Proposer(Role):
         commit = Commit(manifest, Certificate(campaign.ballot, signatures), self.tip)
         for peer in self._concerned(manifest):
             self.out.post(peer, commit)
-            # A peer whose vote is still on its way looks behind, but was just sent the tip.
+            # A peer whose vote is still in flight seems behind, but has just been sent the tip.
             self.contacts.told[peer, manifest.digest] = self.now
 
     def _signers(self, campaign: Campaign) -> list[PeerId]:
-        """The fewest votes that are a quorum, so that certificates stay small."""
+        """As few voters as form a quorum, so that certificates stay small."""
         votes = sorted(peer for peer in campaign.accepts if peer in self.standing.electorate())
         return votes[: len(self.tip.voters) // 2 + 1]
 
@@ -171,6 +171,6 @@ class Proposer(Role):
         return limit_s
 
     def _is_silent(self, peer: PeerId, since: float, limit_s: float) -> bool:
-        """Whether another peer was asked at `since`, and not heard for `limit_s` after that."""
+        """Whether another peer, asked at `since`, was not heard for `limit_s` after that."""
         heard_at = max(since, self.contacts.heard.get(peer, since))
         return peer != self.me and self.now - heard_at >= limit_s

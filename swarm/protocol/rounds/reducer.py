@@ -25,7 +25,7 @@ from swarm.protocol.values.updates import REFUSALS
 
 MUCH_MORE = 2
 SLOW = "has not come yet"
-"""Reason for a value that is missing although no peer has failed to give it."""
+"""Reason for a value that is missing although no peer has failed to send it."""
 
 
 @dataclass
@@ -38,19 +38,19 @@ class Job:
     inputs: dict[Unit, tuple[tuple[PeerId, Digest], ...]]
     """For each unit, the values to average, ordered by peer id."""
     work: Mapping[PeerId, int]
-    """Tokens of each offer in the roster, which weigh its values."""
+    """Tokens of each offer in the roster; they decide the weight of its values."""
     asked: set[Unit] = field(default_factory=set)
     """Units whose averaging was started."""
     results: dict[Unit, ReducedUnit] = field(default_factory=dict)
     failed: dict[Digest, dict[PeerId, str]] = field(default_factory=dict)
-    """Inputs that a peer did not give, with the reason."""
+    """Inputs that a peer did not send, with the reason."""
     refused: set[PeerId] = field(default_factory=set)
     """Peers whose values were reported as refused."""
     is_fetching: bool = False
     since: float = 0.0
     """When the job began."""
     ahead: frozenset[Digest] = frozenset()
-    """Blobs that are fetched meanwhile, before they are proposed (fetch ahead)."""
+    """Blobs that are fetched during the job, before they are proposed (fetch ahead)."""
 
     @property
     def is_done(self) -> bool:
@@ -59,11 +59,11 @@ class Job:
 
     @property
     def asked_of(self) -> set[PeerId]:
-        """Other peers whose values are averaged here."""
+        """Other peers whose values this peer averages."""
         return {peer for values in self.inputs.values() for peer, _ in values} - {self.me}
 
     def unserved(self, stored: Container[Digest]) -> set[PeerId]:
-        """Peers that failed to give values, or are far behind. A refused value counts as given.
+        """Peers that did not send values, or are far behind. A refused value counts as sent.
 
         Policy: withholding exclusion.
         """
@@ -76,9 +76,10 @@ class Job:
         return (failed | self.slow(stored)) & self.asked_of
 
     def slow(self, stored: Container[Digest]) -> set[PeerId]:
-        """Peers with far more values outstanding than the median peer (roster repair).
+        """Peers with far more outstanding values than the median peer (roster repair).
 
-        If most peers have many values outstanding, none is named: this peer's own link may be slow.
+        If most peers have many outstanding values, none is named, since this peer's own link may be
+        slow.
         """
         out = Counter[PeerId]()
         for values in self.inputs.values():
@@ -97,24 +98,25 @@ def wanted_ahead(
     tip: Manifest,
     rules: Rules,
 ) -> tuple[events.BlobWanted, ...]:
-    """Experts that a manifest of this roster takes verbatim, so that links carry them early.
+    """Experts that a manifest of this roster would take verbatim, to be fetched early.
 
-    Their values are judged by the bound of a peer that trained no tokens in this round. The
-    proposal's bound is never narrower, whatever work the roster claims. So blobs that came ahead
-    need no second check (update bounds).
+    Their values are checked with the bound for a peer that trained no tokens in this round. The
+    proposal's bound is never narrower, whatever work the roster claims. So these blobs need no
+    second check (update bounds).
 
     Args:
         roster: a valid roster of the tip.
         sources: the sources of each unit of its offers.
-        averaged: the reducer of each unit that has one.
-        me: this peer, which has its own values. Each peer begins at another writer.
+        averaged: the reducer of each averaged unit.
+        me: this peer, which has its own values. Each peer begins with another writer.
         stored: blobs that are here.
         tip: the manifest from which the offers were trained.
         rules: the run's rules.
 
     Returns:
-        The delta of a unit that moves by a delta, else its value. Its sources are relays, or the
-        writer where none relays (blob relays). Once it is proposed, the writer is asked, too.
+        The delta of a unit that moves by a delta, otherwise the value. Its sources are relays, or
+        the writer if there are no relays (blob relays). After the proposal, the writer is asked
+        too.
     """
     relays = relays_among(averaged.values(), roster.reducers)
     wanted = _wants(roster, sources, averaged, tip, rules)
@@ -143,7 +145,7 @@ def _wants(
 
 
 RELIEF_ROUNDS = 4
-"""A reducer that got stuck reduces again only after so many rounds."""
+"""Rounds for which a reducer that was stuck reduces nothing."""
 
 
 @dataclass(eq=False)
@@ -160,8 +162,8 @@ class Reducer(Role):
     def forget_height(self) -> None:
         """Ends the job with the height."""
         if self.job and not self.job.is_done:
-            # The round ended without this job's results. Peers that are out of reach now will still
-            # be so in a minute (roster repair).
+            # The round ended without this job's results. Peers that this one cannot reach now will
+            # still be out of reach in a minute (roster repair).
             self.work.reduces_from = self.tip.round + RELIEF_ROUNDS
         self._cancel_job()
 
@@ -169,7 +171,7 @@ class Reducer(Role):
         """Starts to average this peer's units; a repeated roster gets the same report."""
         if not self.acceptor.hear_convener(source, "ROSTER", roster.ballot):
             return
-        if not roster.offers:  # a heartbeat, perhaps of a roster that gives this peer no units
+        if not roster.offers:  # a heartbeat: the roster gives this peer no units, or there is none
             if self.job and self.job.roster_id != roster.roster_id:
                 self._suspect_dropped(roster)
             return
@@ -192,12 +194,12 @@ class Reducer(Role):
         return None
 
     def _suspect_dropped(self, roster: Roster) -> None:
-        """Suspects peers that gave this peer no values and are not in the new roster.
+        """Suspects peers that sent this peer no values and are not in the new roster.
 
         Policy: withholding exclusion.
 
-        So the convener and this peer are two witnesses. The heartbeat of a new roster lists no
-        peer, so all count as dropped.
+        Both the convener and this peer have missed the values of such peers. The heartbeat of a new
+        roster lists no peer, so all count as dropped.
         """
         job = self.job
         if job and self.now - job.since >= self.timers.reduce_s / 2:
@@ -269,13 +271,13 @@ class Reducer(Role):
         self.job = None
 
     def note_missing(self, event: events.Unobtainable) -> None:
-        """Notes an input that a peer did not give; a refused one is reported at once.
+        """Notes an input that a peer did not send; a refused input is reported at once.
 
         Policies: roster repair, update bounds.
         """
         job = self.job
         if job is None or event.digest in self.blobs.stored or event.digest in job.ahead:
-            return  # missing blobs of a proposal are its acceptors' matter
+            return  # the acceptor handles missing blobs of a proposal
         job.failed.setdefault(event.digest, {})[event.peer] = event.reason
         if event.reason in REFUSALS and event.peer not in job.refused:
             job.refused.add(event.peer)
@@ -309,14 +311,14 @@ class Reducer(Role):
             self._report(job)
 
     def _report(self, job: Job) -> None:
-        """Reports to the convener the finished means, and the peers whose values are missing."""
+        """Reports the finished means, and the peers whose values are missing, to the convener."""
         missing = dict.fromkeys(job.slow(self.blobs.stored), SLOW)
         for values in job.inputs.values():
             for _, digest in values:
                 if digest not in self.blobs.stored:
                     missing |= job.failed.get(digest, {})
         missing.pop(self.me, None)
-        # If there are more, the convener learns of them after it has left these out.
+        # The convener gets the others in a report after it has left these out.
         missing = dict(sorted(missing.items())[:MAX_MISSING])
         units = sorted(job.results)
         # The results may need several messages, since each must stay under 64 KiB.

@@ -1,4 +1,4 @@
-"""Which chain to follow: reforms wait until the own generation has stalled [F2]."""
+"""Which chain to follow: reforms wait until this peer's generation has stalled [F2]."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swarm.protocol.values.manifest import Manifest, PeerId
 
 @dataclass(eq=False)
 class ReformChoice(Role):
-    """Judges the reforms of others; the adopter fetches and applies them."""
+    """Judges the reforms of other peers; the adopter fetches and applies them."""
 
     life: Life
     contacts: Contacts
@@ -57,13 +57,13 @@ class ReformChoice(Role):
         return len(other) > len(mine) and other[: len(mine)] == mine
 
     def may_leave_generation(self) -> bool:
-        """Whether to follow a reform: always while this peer listens [B1], then if stalled [F2]."""
+        """Whether to follow a reform: while this peer listens [B1], or if it is stalled [F2]."""
         return self.life.is_listening or self.is_stalled(self.timers.reform_s)
 
     def set_reform_aside(self) -> None:
         """Ends the fetch of a reform if a quorum of this peer's own generation came back [F2].
 
-        As long as the fetch lasts, no manifest of that generation could be adopted.
+        During the fetch, no manifest of this peer's generation could be adopted.
         """
         pursuit = self.blobs.catch_up
         if (

@@ -1,4 +1,4 @@
-"""Gives up a lost majority: survivors continue as a generation of their own [F2, F3]."""
+"""Gives up a lost majority: survivors continue as a new generation [F2, F3]."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from swarm.protocol.values.manifest import Digest, Member, PeerId
 
 @dataclass(eq=False)
 class Reformer(Role):
-    """Reforms, or follows the reform of others, once the own generation has stalled."""
+    """Reforms, or follows a reform of other peers, once this peer's generation has stalled."""
 
     life: Life
     contacts: Contacts
@@ -30,13 +30,14 @@ class Reformer(Role):
     reform_choice: ReformChoice
     adopter: Adopter
     _told: Digest | None = field(init=False, default=None)
-    """The tip under which this peer has logged that it waits for others."""
+    """The tip for which this peer has logged that it waits for others."""
 
     def tick(self) -> None:
-        """Leaves the generation once it gives no sign of life any more."""
+        """Leaves the generation once it shows no sign of life any more."""
         reform_choice = self.reform_choice
         if reform_choice.quiet_s >= self.timers.reform_s / 2:
-            # Only peers heard in the second half of T_reform survive: unheard voters are asked.
+            # Only peers that are heard in the second half of T_reform survive, so unheard voters
+            # are asked.
             self.contacts.ask_unheard(self.timers.reform_s / 2)
         if reform_choice.quiet_s < self.timers.reform_s:
             return
@@ -58,15 +59,14 @@ class Reformer(Role):
     def _may_reform(self) -> bool:
         """Whether others would believe a reform by this peer [L2].
 
-        A reform that nobody believes would leave this peer alone for good. Its chain would have a
-        larger code than the chain of a voter that comes back with an earlier tip, so this peer
-        would not follow that voter [F1]. While this peer waits, such a voter finds the newest tip
-        here.
+        A reform that nobody believes would leave this peer alone for good. The reform would have a
+        larger code than the tip of a returning voter, so this peer would not follow this voter
+        [F1]. While this peer waits, a returning voter can adopt the newest tip from this peer.
         """
         return self.me in reform_electors(self.tip.head)
 
     def _tell_wait(self) -> None:
-        """Explains once per tip why nothing happens, and what a person can do."""
+        """Explains once per tip why this peer waits, and what a person can do."""
         if self._told != self.tip.digest:
             self._told = self.tip.digest
             self.out.explain(
@@ -78,10 +78,10 @@ class Reformer(Role):
             )
 
     def _reform_due(self) -> bool:
-        """Whether to give up the lost majority; higher ranks wait a little longer [F3].
+        """Whether to give up the lost majority now; higher ranks wait a little longer [F3].
 
-        A peer in its local steps loses nothing by waiting: there is nothing to average yet. If it
-        reformed and its majority came back, it would lose these steps.
+        A peer in its local steps loses nothing by waiting, since there is nothing to average yet.
+        If it reformed and the majority came back, it would lose these steps.
         """
         jitter_s = self.standing.rank * self.timers.heartbeat_s
         return (
@@ -93,7 +93,7 @@ class Reformer(Role):
         )
 
     def _is_at_work(self) -> bool:
-        """Whether this peer's local steps are under way, by its own word."""
+        """Whether this peer's local steps are under way, by its own estimate."""
         ready_at = self.work.ready_at if self.work.offered_at is None else None
         return ready_at is not None and self.now < ready_at + self.timers.grace_s
 
@@ -109,7 +109,7 @@ class Reformer(Role):
         commit = Commit(manifest, Certificate(Ballot(0, self.me), {}), self.tip)
         commit = replace(commit, certificate=self.adopter.with_own_signature(commit))
         self.blobs.synced.add(manifest.digest)
-        # Nobody can have voted in a generation that begins here, so no vote in it was lost [P5].
+        # This generation begins now, so this peer can have lost no vote in it [P5].
         begun = Regained(generation, manifest.height)
         self.standing.record = replace(self.standing.record, regained=begun)
         self.adopter.apply(
@@ -122,7 +122,7 @@ class Reformer(Role):
                 self.out.post(peer, commit)
 
     def _may_survive(self, peer: PeerId) -> bool:
-        """Whether a peer that was heard continues with the survivors."""
+        """Whether a peer that was heard becomes one of the survivors."""
         is_known = peer in self.tip.members or come_back(self.tip, peer, 1.0) is not None
         return is_known or self.rules.is_open
 
@@ -130,7 +130,7 @@ class Reformer(Role):
         return new_generation(self.tip, self.me, nonce)
 
     def _as_it_is(self, peer: PeerId) -> Member:
-        """A survivor with its capacity and room, as far as they are known."""
+        """A survivor with its capacity and room, as far as these are known."""
         if peer == self.me:
             return Member(0, self.peer.capacity, room=self.peer.room_of())
         if peer in self.tip.members:

@@ -1,4 +1,4 @@
-"""The plain records of a round machine: its inputs, its outputs, its life and its work."""
+"""The plain records of a round machine: its inputs, outputs, stage of life, and work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def room_for_all() -> int:
 
 
 def nowhere(_: PeerId) -> str | None:
-    """The `network_of` of a shell that knows nothing of networks."""
+    """The `network_of` of a shell that does not know peers' networks."""
     return None
 
 
@@ -69,14 +69,14 @@ class Outbox:
     """The last sentence that explained a decision."""
     effects: list[Effect] = field(default_factory=list)
     to_self: deque[tuple[PeerId, messages.Header, messages.Message]] = field(default_factory=deque)
-    """Messages to this peer itself, delivered before the event is over."""
+    """Messages to this peer itself, delivered before the event's handling ends."""
 
     def emit(self, effect: Effect) -> None:
         """Adds an effect for the shell to carry out."""
         self.effects.append(effect)
 
     def post(self, destination: PeerId, message: messages.Message) -> None:
-        """Sends a message with the present tip's header [H2]; to itself, not over the network."""
+        """Sends a message with the present tip's header [H2]; messages to itself stay in memory."""
         if destination == self.me:
             self.to_self.append((self.me, self.header, message))
         else:
@@ -100,10 +100,10 @@ class Outbox:
 
 @dataclass(frozen=True)
 class Heights:
-    """The calls by which a part that applies a tip, or ends the listening, begins a height."""
+    """Calls with which a part begins a height, when it applies a tip or ends the listening."""
 
     forget: Callable[[Record], None]
-    """Has all parts forget the height after the old record's tip."""
+    """Has all parts drop their state for the height after the old record's tip."""
     begin: Callable[[], None]
     """Starts the work that the new tip allows."""
 
@@ -118,7 +118,7 @@ class Life:
     listen_until: float | None
     """End of the listening; None once this peer takes part."""
     may_listen_on: bool = False
-    """Whether to wait for a chain of survivors that is being fetched."""
+    """Whether to continue listening while a chain of survivors is being fetched."""
     leave_until: float | None = None
     """Time until which this peer, once asked to leave, waits for a manifest without it."""
     has_left: bool = False
@@ -142,21 +142,21 @@ class Work:
     offered_at: float | None = None
     """When it offered its shared tensors."""
     ready_at: float | None = None
-    """When this peer expects to have finished its local steps."""
+    """When this peer expects its local steps to end."""
     stalls_at: float | None = None
-    """Where rounds overlap: when this peer will have finished the steps that follow its offer
-    (stall deadline)."""
+    """Where rounds overlap: when the steps that follow this peer's offer will end (stall
+    deadline)."""
     steps_s: float | None = None
     """Seconds from a new tip to the end of its local steps, as last expected."""
     fetched_s: float = 0.0
-    """Seconds spent on fetching the tip, and the tips it replaced, before the first step."""
+    """Seconds spent before the first step on fetching the tip, and tips that it replaced."""
     signed: dict[messages.Declaration, messages.Signature] = field(default_factory=dict)
-    """This peer's signatures under its declarations for the tip."""
+    """This peer's signatures over its declarations for the tip."""
     reduces_from: int = 0
     """Round of the tip from which this peer reduces again, after it failed as a reducer."""
 
     def forget_height(self, ready_at: float | None) -> None:
-        """Resets the state of the old tip; `ready_at`: when the next steps may end."""
+        """Resets the state of the old tip. `ready_at`: when the next steps may end."""
         self.offer = self.offered_at = self.stalls_at = None
         self.signed = {}
         self.ready_at = ready_at

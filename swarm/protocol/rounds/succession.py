@@ -22,7 +22,7 @@ class Reign:
     last_attempt: int = 0
     """The last attempt with a proposal."""
     proposals: set[Digest] = field(default_factory=set)
-    """Digests of the convener's proposals that this peer has taken up."""
+    """Digests of the convener's proposals that this peer took up."""
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class Succession(Role):
     campaign: Campaign | None = field(init=False)
     """This peer's campaign, while it convenes."""
     was_deaf: bool = field(init=False)
-    """Whether this peer's last campaign ended because too few answers were heard."""
+    """Whether this peer's last campaign ended because it heard too few answers."""
     distrusted: set[PeerId] = field(init=False)
     """Conveners whose proposals were refused [A4]."""
     claims: dict[PeerId, int] = field(init=False)
@@ -75,7 +75,7 @@ class Succession(Role):
         return self.highest.convener
 
     def note_ballot(self, ballot: Ballot) -> None:
-        """Remembers the highest ballot; a convener that was overtaken steps down (campaign end)."""
+        """Remembers the highest ballot; ends this peer's campaign if overtaken (campaign end)."""
         if self.top is not None and ballot <= self.top:
             return
         if self.top is None or self.top.convener != ballot.convener:
@@ -107,9 +107,9 @@ class Succession(Role):
         self.out.explain(Topic.TAKEOVER, f"stepped down: {reason}")
 
     def is_out_of_attempts(self) -> bool:
-        """Whether this height has no higher ballot that anybody would believe (attempt limit)."""
+        """Whether other peers would believe no higher ballot at this height (attempt limit)."""
         return self.highest.attempt >= MAX_ATTEMPT
 
     def next_ballot(self) -> Ballot:
-        """A ballot above all that were seen or promised at this height (takeover)."""
+        """A ballot above all ballots seen or promised at this height (takeover)."""
         return Ballot(max(self.highest.attempt, self.passed_over) + 1, self.me)

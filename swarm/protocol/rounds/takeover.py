@@ -1,4 +1,4 @@
-"""Takeover: who replaces a convener, and when (takeover)."""
+"""Takeover: which voter replaces a convener, and when."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Takeover(Role):
             self.take_over(reason)
 
     def _probe_convener(self) -> None:
-        """Greets a convener that sends no polls: a dead process's machine refuses the message."""
+        """Greets a convener that sends no polls; a dead process's machine refuses the message."""
         poll_s = self.timers.poll_s
         is_silent = self.now - self.succession.convener_at >= 2 * poll_s
         if is_silent and self.now - self._probed_at >= poll_s and not self.succession.campaign:
@@ -65,8 +65,8 @@ class Takeover(Role):
         """Why this peer should convene now; None when it should not (takeover).
 
         Each voter waits longer than the voter before it, in the cyclic order of members. Only a
-        peer that hears a quorum deposes a convener. A peer that was cut off hears no campaign. If
-        it raised its ballot meanwhile, its return would end the campaign that the others run.
+        peer that hears a quorum replaces a convener. A peer that is cut off hears no campaign: if
+        it raised its ballot while it was cut off, its return would end the campaign of the others.
         """
         if self.succession.campaign or not self.standing.may_vote() or self.life.has_left:
             return None
@@ -101,16 +101,16 @@ class Takeover(Role):
         return self.timers.poll_s if convener in self.contacts.gone else self.timers.heartbeat_s
 
     def _why_in_vain(self, place: int) -> str | None:
-        """Why the present proposal will not be decided: blobs of it cannot be fetched (takeover).
+        """Why the present proposal will not be decided: some blobs cannot be fetched (takeover).
 
-        Its convener may have blobs that nobody else can fetch, or that all others refuse. The
-        limit of an attempt alone would end this late, as it covers the longest wait for offers.
+        Its convener may have blobs that nobody else can fetch, or that all others refuse. The limit
+        of an attempt would end the campaign late, since it allows for the longest wait for offers.
         """
         proposal = self.blobs.proposal
         if proposal is None or not proposal.missing:
             return None
-        # A new convener gets the full time, otherwise two would depose each other. A further
-        # attempt of the same convener does not, otherwise it could convene for ever.
+        # A new convener gets the full time; otherwise two conveners would replace each other. A
+        # further attempt of the same convener does not; otherwise it could convene for ever.
         stuck_s = self.now - max(proposal.progress_at, self.succession.reign.since)
         limit_s = self.timers.proposal_limit_s(self.succession.reign.attempt)
         limit_s += self.timers.heartbeat_s * place
@@ -125,7 +125,7 @@ class Takeover(Role):
         """The number of places from the present convener to this voter, in cyclic order.
 
         0 for the convener itself, unless it has to let all others go first. The count starts at the
-        present convener, so that a deposed convener is not the first to depose others.
+        present convener, so that a replaced convener is not the first to replace others.
         """
         order, convener = self.tip.order, self.succession.convener
         if convener == self.me and self._goes_last():
@@ -136,21 +136,22 @@ class Takeover(Role):
     def _goes_last(self) -> bool:
         """Whether this peer lets all others go first before it convenes again (takeover).
 
-        A convener that got no answers may hear everybody but be heard by one member alone. If it
-        returned before its successors are done, that member would refuse them all, for ever.
+        A convener that got no answers may hear all members, while only one member hears it. If it
+        convened again before its successors have finished, this member would always refuse the
+        successors.
         """
         return self.succession.was_deaf
 
     def _last_place(self) -> int:
-        """A place behind all others; peers that go last differ by their ranks.
+        """A place behind all others; peers that go last are ordered by their ranks.
 
-        Two conveners without answers may each have refused the other while they convened themselves
-        (convener turns). With equal waits they would begin at the same moment for ever.
+        Two conveners without answers may each have refused the other while convening (convener
+        turns). With equal waits, the two would always begin at the same moment.
         """
         return len(self.tip.order) + self.standing.rank
 
     def _tell_wait(self, convener: PeerId, silent_s: float) -> None:
-        """Explains once per height why nothing happens."""
+        """Explains once per height why this peer waits."""
         if not self._has_told_wait:
             self._has_told_wait = True
             self.out.explain(
@@ -160,9 +161,10 @@ class Takeover(Role):
             )
 
     def _is_busy_catching_up(self) -> bool:
-        """Whether a decided manifest is arriving, so that this height is over anyway.
+        """Whether a decided manifest is arriving, so that this height will end anyway.
 
-        A unit of a large model takes half a minute on a slow link, and counts once it is complete.
+        Arrivals count when a unit is complete; a unit of a large model takes half a minute on a
+        slow link.
         """
         pursuit = self.blobs.catch_up
         limit_s = max(2 * self.timers.heartbeat_s, self.timers.vote_s / 2)

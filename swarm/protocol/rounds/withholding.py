@@ -1,4 +1,4 @@
-"""Peers that offer values but serve nobody. A convener leaves them out from the start.
+"""Peers that offer values but serve nobody. A convener leaves them out of its rounds.
 
 Policy: withholding exclusion.
 """
@@ -24,11 +24,12 @@ def left_out_after(
 
     Policy: withholding exclusion.
 
-    A peer that the tip counts has served others, so its entry is removed. So is the entry of a peer
-    that is no member. Fewer than half of the members are left out: those last seen to withhold.
+    A peer that the tip counts has served others, so its entry is removed. Entries of peers that are
+    no members are removed too. At most the members that withheld most recently are left out, fewer
+    than half of all.
 
     Args:
-        known: the result of this function for the tip's parent.
+        known: result of this function for the tip's parent.
         withheld: peers that served nothing in the round of the tip, though they were heard.
         tip: the manifest that was decided.
     """
@@ -44,26 +45,29 @@ def left_out_after(
 
 @dataclass(eq=False)
 class Withholding(Role):
-    """This peer's own observations of peers that withhold; nobody's word alone adds to them."""
+    """This peer's own observations of peers that withhold their values."""
 
     contacts: Contacts
     until: dict[PeerId, int] = field(init=False, default_factory=dict)
-    """For each peer, the last round from which this peer leaves it out as convener."""
+    """For each withholding peer, the last round from which this peer, as convener, leaves it
+    out."""
     suspects: dict[PeerId, float] = field(init=False, default_factory=dict)
-    """Peers whose values did not come -> the time since when this height continues without them."""
+    """Peers whose values did not arrive, with the time since when this height continues without
+    them."""
 
     def greet(self, peers: Collection[PeerId]) -> None:
-        """Asks peers whose values are missing whether they live, unless they were just heard."""
+        """Greets peers whose values are missing, unless they were just heard."""
         heard, since = self.contacts.heard, self.now - self.timers.poll_s
         for peer in sorted(peers):
             if heard.get(peer, since) <= since:
                 self.out.post(peer, Hello(ask=True))
 
     def suspect(self, peers: Collection[PeerId], asked: Collection[PeerId]) -> None:
-        """Notes peers that the round continues without, because their values did not come.
+        """Notes peers without which the round continues, because their values did not arrive.
 
-        If most of the asked peers gave nothing, none is noted: this peer's own link may be the
-        cause. Nor is a silent peer: it has died or is cut off, and may come back sound.
+        If most of the asked peers sent nothing, none is noted, since this peer's own link may be
+        the cause. A silent peer is not noted either: it has died or is cut off, and may return in
+        order.
         """
         if 2 * len(peers) > len(asked):
             return
@@ -83,7 +87,7 @@ class Withholding(Role):
         return is_heard and peer not in self.contacts.gone
 
     def forget_height(self) -> None:
-        """Judges the round of the new tip: suspects that have answered since did withhold."""
+        """Judges the round of the new tip: suspects that answered since have withheld values."""
         heard = self.contacts.heard
         withheld = [peer for peer, at in self.suspects.items() if heard.get(peer, at) > at]
         self.until = left_out_after(self.until, withheld, self.tip)

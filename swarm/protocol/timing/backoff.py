@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
-    """Seconds of pause after so many failures in a row; there has been at least one."""
+    """Seconds of pause after a number of failures in a row, at least one failure."""
     return min(first_s * 2.0 ** min(failures - 1, 30), longest_s)

@@ -1,4 +1,4 @@
-"""How long everything may take. Timers decide when something is tried again, never what holds."""
+"""How long each step may take. Timers decide when something is retried, never what is decided."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from functools import cached_property
 from math import floor, inf
 
 MIN_ROSTER_S = 6.0
-"""T_roster is never shorter: a busy laptop must not lose its tokens."""
+"""T_roster is never shorter, so that a busy laptop does not lose its tokens."""
 MIN_REFORM_S = 600.0
 SAFETY = 3.0
-"""Transfers may take this many times the time that the measured rate gives."""
+"""Transfers may take this many times as long as the measured rate predicts."""
 PATIENCE_WITHOUT_REFORM_S = 300.0
 ASSUMED_RATE_BYTES_PER_S = 2.5e6
-"""20 Mbit/s: until something was received, links count as the slowest that runs are meant for."""
+"""20 Mbit/s, the slowest link for which runs are meant; assumed until bytes were received."""
 MADE_BYTES_PER_S = 1e8
-"""Lowest rate at which a value is made from its delta, hashed and written: a hard disk's."""
+"""Lowest rate at which a value is made from its delta, hashed and written: that of a hard disk."""
 FIRST_STEP_S = 1800.0
 """Limit of a peer's first step. Until that step ends, the peer cannot say when it will be ready."""
 HICCUP = 5
-"""A peer that a quorum needs may be silent for this many times as long as others."""
+"""A peer without which there is no quorum may be silent for this many times as long as others."""
 
 
 @dataclass(frozen=True)
@@ -29,37 +29,40 @@ class Timers:
     tick_s: float = 0.5
     """The shell sends a `Tick` at least this often."""
     poll_s: float = 1.5
-    """How often a convener repeats its message; also the rate limit of answers per peer."""
+    """How often a convener repeats its message. Peers answer each other at most as often."""
     heartbeat_s: float = 5.0
-    """T_hb: after this silence of a convener the next member replaces it; others wait longer."""
+    """T_hb: after this silence of a convener the next voter replaces it; later voters wait
+    longer."""
     silence_s: float = 6.0
-    """A roster no longer waits for a missing peer that was silent for this long."""
+    """A roster does not wait for a missing peer that was silent for this long."""
     roster_s: float = 6.0
-    """T_roster: a roster may close without slow peers once the campaign is this old."""
+    """T_roster: once a campaign is this old, its roster may close without slow peers."""
     straggler_factor: float = 1.5
-    """Local steps may take this multiple of the time that their peer named at first."""
+    """Local steps may take this multiple of the time that their peer first announced."""
     roster_late_s: float = 14.0
-    """T_late: limit of the silence, and of the delay, of a peer that a quorum needs."""
+    """T_late: limit of the silence, and of the delay, of a peer without which there is no
+    quorum."""
     wordless_s: float = 14.0
     """T_word: how long the roster waits for a peer that does not say when it will be ready."""
     reduce_s: float = 5.0
-    """T_red: limit of the averaging, until a reducer's results must be there."""
+    """T_red: limit of the averaging; after it the convener leaves out late reducers."""
     vote_s: float = 6.0
-    """T_vote: limit of the vote, until a proposal's blobs must have reached its convener."""
+    """T_vote: limit of the vote; by then a proposal's blobs must have reached its convener."""
     attempt_s: float = 41.0
-    """T_att: limit of attempt 0, counted once the roster waits for nobody any more. Attempt 1 may
-    take twice as long, and later attempts three times as long."""
+    """T_att: limit of attempt 0, from the time when the roster no longer waits for any peer.
+    Attempt 1 may take twice as long, and later attempts three times as long."""
     hello_s: float = 3.0
     """T_hello: period of gossip and join requests."""
     discover_s: float = 6.0
     """T_disc: how long a booting peer only listens."""
     reform_s: float = 60.0
-    """T_reform: silence of a quorum after which the survivors continue alone; inf: never."""
+    """T_reform: when no quorum was heard for this long, the survivors continue alone; inf:
+    never."""
     fetch_s: float = 0.0
     """A fetch without a new blob for this long is dropped, but not before T_reform / 2
     (stuck fetches)."""
     leave_s: float = 30.0
-    """A leaving peer leaves after this time at the latest."""
+    """A peer that was asked to leave does so after this time at the latest."""
 
     def attempt_limit_s(self, attempt: int) -> float:
         """How long a campaign of this attempt may last."""
@@ -71,7 +74,7 @@ class Timers:
 
     @property
     def grace_s(self) -> float:
-        """A peer is waited for if it finishes its local steps within this time."""
+        """The roster waits for a peer that finishes its local steps within this time."""
         return self.silence_s / 2
 
     def lost_after_s(self, phase_s: float) -> float:
@@ -92,7 +95,7 @@ class Timers:
 
     @cached_property
     def patience_s(self) -> float:
-        """A fetch without a new blob for so long is dropped (stuck fetches)."""
+        """A fetch is dropped after this long without a new blob (stuck fetches)."""
         return max(self.pause_s, self.fetch_s)
 
 
@@ -107,7 +110,7 @@ class AdaptedTimers:
 
 @dataclass(frozen=True)
 class Measured:
-    """What this peer has seen of the run so far; empty or zero: not measured yet."""
+    """This peer's measurements of the run so far; empty or zero: not measured yet."""
 
     reduce_bytes: int
     """Bytes a reducer has to receive in a round."""
@@ -130,27 +133,28 @@ def production_timers(
     reform_after_s: float | None,
     base: Timers | None = None,
 ) -> AdaptedTimers:
-    """Adapts the timers to a run's sizes and rates; none becomes shorter than the base's.
+    """Adapts the timers to a run's sizes and rates; no timer becomes shorter than its base value.
 
-    T_red and T_vote are three times as long as the link takes for their bytes, at the measured
-    rate, and the disk for making values from deltas. T_att has room for a slow link, or for one
-    phase that fails. T_reform is at least T_att and at least 10 minutes, unless the run fixes it.
-    The limit of a fetch allows for the whole model. No timer follows the length of rounds: the two
-    would lengthen each other. A restarted peer knows no rounds; live peers speak every few seconds.
+    T_red and T_vote are three times the time that the link needs for their bytes at the measured
+    rate, and the disk for making values from deltas. T_att allows for a slow link, or for one phase
+    that fails. T_reform is at least T_att and at least 10 minutes, unless the run fixes it. The
+    limit of a fetch allows for the whole model. No timer depends on the length of rounds, since the
+    two would lengthen each other, and a restarted peer knows no rounds. Live peers send messages
+    every few seconds in any case.
 
     Args:
         measured: sizes and rate.
-        roster_after_s: T_roster, and the silence after which a peer is not waited for any more.
+        roster_after_s: T_roster, and the silence after which the roster no longer waits for a peer.
         reform_after_s: the run's T_reform, or None to derive it.
         base: smallest values; by default those of `Timers`.
 
     Returns:
-        The timers with a reason for each that was adapted.
+        The timers, with a reason for each adapted one.
     """
     base = base or Timers()
     reasons: list[str] = []
     silence_s = max(MIN_ROSTER_S, roster_after_s)
-    # A reducer is left out after a silence of T_red / 2. So T_red is at least 2 `silence_s`.
+    # Silence of T_red / 2 excludes a reducer, so T_red is at least 2 `silence_s`.
     least_reduce_s = max(base.reduce_s, 2 * silence_s)
     least_vote_s = max(base.vote_s, 2 * silence_s)
     reduce_s = _transfer_s(
@@ -219,7 +223,7 @@ def _reform_s(attempt_s: float, fixed_s: float | None, reasons: list[str]) -> fl
 
 
 def _fetch_s(measured: Measured, reasons: list[str]) -> float:
-    """Half of the time that the whole model may take: blobs fetched together may end together."""
+    """Half of the time that the whole model may take: parallel blobs may all arrive at the end."""
     return _transfer_s("the whole model", measured.model_bytes, measured, 0.0, reasons) / 2
 
 
@@ -239,15 +243,16 @@ def local_work_left(
 ) -> LocalWork:
     """How many more local steps a peer takes in a round.
 
-    If the local steps have an agreed end, the first step is always begun. A further one is begun
-    only if it should end in time, judged by the steps so far. A peer that has read all that it was
-    dealt offers at once.
+    If the local steps have an agreed end, the first step is always begun. A further step is begun
+    only if it should end in time, judged by the steps so far. A peer that has read its whole deal
+    offers at once.
 
     Args:
-        dealt: steps that its part of the text holds, or that the exact mode asks for.
-        done: how many of these are done.
+        dealt: steps of its deal, or of a round in the exact mode.
+        done: how many of these steps are done.
         step_s: mean seconds of a step so far; 0 before the first.
-        remaining_s: until the agreed end of the local steps; None: all steps are taken.
+        remaining_s: seconds until the agreed end of the local steps; None: there is none, all steps
+            are taken.
     """
     left = max(0, dealt - done)
     if remaining_s is None:
@@ -264,8 +269,8 @@ def local_work_left(
 def finishes_in_time(steps_left: int, step_s: float, remaining_s: float) -> tuple[bool, str]:
     """Whether a peer that was asked to leave finishes its local steps first.
 
-    Half of the remaining time is for the steps. The rest is for agreeing on the round and for
-    handing experts over.
+    Half of the remaining time is for the steps, the rest for the round and for handing experts
+    over.
 
     Args:
         steps_left: steps of this round that are left.

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from enum import Enum
 
 SHORTEST_ROUND_S = 10.0
-"""Shorter rounds are for trying things out. They count as this long: a link that carries their
-bytes in this time will do."""
+"""Shorter rounds are for experiments, and count as this long: a link that carries their bytes in
+this time is enough."""
 HOPELESS = 3.0
-"""Other peers wait for votes three times as long as their own transfers take (deadlines.py)."""
+"""A link this many times too slow is hopeless: other peers wait for votes three times as long as
+their own transfers take (deadlines.py)."""
 
 
 class Fitness(Enum):
-    """What a link means for its peer and for the others."""
+    """What a link's speed means for its peer and for the others."""
 
     UNKNOWN = "unknown"  # nothing was measured, or nobody trains yet
     ENOUGH = "enough"  # a round's bytes take no longer than its local steps
@@ -29,7 +30,7 @@ class LinkVerdict:
     Attributes:
         fitness: the verdict.
         needed_mbit: rate at which a round's bytes take as long as its local steps.
-        text: all of it in words.
+        text: the verdict in words.
     """
 
     fitness: Fitness
@@ -42,7 +43,7 @@ def training_s(local_tokens: int, tokens_per_s: Iterable[float]) -> float | None
 
     Args:
         local_tokens: tokens of one peer in one round.
-        tokens_per_s: of each peer; 0 where it has not trained yet.
+        tokens_per_s: pace of each peer. 0 if the peer has not trained yet.
     """
     rates = sorted(rate for rate in tokens_per_s if rate > 0)
     return max(local_tokens / rates[len(rates) // 2], SHORTEST_ROUND_S) if rates else None
@@ -51,13 +52,13 @@ def training_s(local_tokens: int, tokens_per_s: Iterable[float]) -> float | None
 def link_verdict(
     bytes_per_round: float, round_s: float | None, down_mbit: float | None, up_mbit: float | None
 ) -> LinkVerdict:
-    """Whether a link carries, in each round, what a peer sends and as much that it receives.
+    """Whether a link carries the bytes that a peer sends in each round, and as many received.
 
     Args:
         bytes_per_round: bytes sent; about as many are received.
         round_s: seconds of local steps in a round.
         down_mbit: rate measured towards this peer; None if it was not.
-        up_mbit: the same away from it.
+        up_mbit: rate measured away from this peer; None if it was not.
     """
     rates = {"down": down_mbit, "up": up_mbit}
     measured = {name: rate for name, rate in rates.items() if rate is not None}
@@ -78,22 +79,24 @@ def link_verdict(
 
 
 HOME_MBIT = 60.0
-"""Uplinks up to this rate become slow when their routers queue and drop packets."""
+"""Uplinks up to this rate are home lines, which become slow when their routers queue and drop
+packets."""
 CAP_SHARE = 0.88
-"""A cap is this share of an uplink's measured rate. Measured rates are at times some percent too
+"""A cap is this share of an uplink's measured rate, because a measured rate may be some percent too
 high, and headers add 3 to 4 % (`scripts/benchmarks/bench_link.py`, `bench_utilisation.py`)."""
 SEEN_SHARE = 0.75
-"""No cap is lower than this share of the rate that a link was seen to carry lately."""
+"""No cap is lower than this share of the rate that a link has carried lately."""
 
 
 def cap_for(up_mbit: float, sent_mbit: float | None = None) -> float:
     """The cap that suits a slow uplink, in Mbit/s.
 
-    A router at home queues a quarter of a second, and drops what TCP sends beyond that.
+    A home router queues a quarter of a second of packets, and drops further packets.
 
     Args:
         up_mbit: rate of the uplink, as others have shown.
-        sent_mbit: the rate that this peer itself saw lately; others may show less, even on purpose.
+        sent_mbit: the rate that this peer itself saw lately; others may report less, even on
+            purpose.
     """
     return max(CAP_SHARE * up_mbit, SEEN_SHARE * (sent_mbit or 0.0), 1.0)
 
@@ -107,7 +110,7 @@ def cap_advice(up_mbit: float) -> str | None:
 
 
 ALWAYS_LATE = 3
-"""A peer that trained is warned after this many rounds in a row have left it out."""
+"""A peer that trained is warned after this many rounds in a row without its shared tensors."""
 
 
 def lateness(
@@ -119,16 +122,16 @@ def lateness(
     *,
     up_mbit: float | None = None,
 ) -> str | None:
-    """The warning for a peer whose machine or link no round waits for; None if none is due.
+    """The warning for a peer whose machine or link is too slow for the rounds; None if none is due.
 
     The warning comes after `ALWAYS_LATE` rounds, then less and less often.
 
     Args:
-        missed: rounds in a row that went on without this peer's shared tensors.
+        missed: rounds in a row that did not count this peer's shared tensors.
         tokens: tokens of the local steps that this peer did in the last of these rounds.
         local_tokens: tokens of all local steps of a round.
         tokens_per_s: rate of this peer.
-        round_s: seconds that the last round took the others.
+        round_s: seconds of the last round at the others.
         up_mbit: this peer's uplink; None: not known.
     """
     is_power = missed >= ALWAYS_LATE and (missed // ALWAYS_LATE).bit_count() == 1

@@ -1,4 +1,4 @@
-"""How fast this peer receives, which adapts the protocol's timers."""
+"""The rate at which this peer receives; the protocol's timers depend on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swarm.protocol.values.manifest import Unit
 DAY_S = 86_400.0
 """Older measurements do not count: the rate of a link varies over a day, not between days."""
 ROBUST = 3
-"""With this many measurements or more, no single one decides alone."""
+"""With this many measurements or more, quartiles are used, so that no single one decides."""
 
 
 class Dated(NamedTuple):
@@ -36,7 +36,7 @@ class Recent:
 
         Args:
             kept: the most measurements that count.
-            least: how many count whatever their age, if there are no newer ones.
+            least: number of measurements that count at any age, if there are no newer ones.
         """
         self.newest: tuple[Dated, ...] = ()
         self._kept, self._least = kept, least
@@ -46,7 +46,7 @@ class Recent:
         self.newest = (*self.newest, Dated(value, at_s))[-self._kept :]
 
     def of_late(self, now_s: float, since_s: float = -inf) -> list[float]:
-        """The values that count now, the lowest first; only those since `since_s`."""
+        """The values since `since_s` that count now, the lowest first."""
         newest, since_s = self.newest, max(since_s, now_s - DAY_S)
         new = [each for each in newest if each.at_s >= since_s]
         few = newest[-self._least :] if self._least else ()
@@ -71,10 +71,10 @@ def _quarter(count: int) -> int:
 KEPT = 16
 """Most fetches that count, of the last day."""
 KEPT_LEAST = 3
-"""Fetches that count whatever their age: rounds may take longer than a day."""
+"""How many fetches count at any age, since rounds may take longer than a day."""
 STALL_S = 3.0
-"""At most this much of a gap between arrivals counts as transfer time; the rest was waiting. A
-portion of 256 KiB needs no longer on a link of 0.7 Mbit/s."""
+"""At most this much of a gap between arrivals counts as transfer time; the rest counts as waiting.
+On a link of 0.7 Mbit/s a portion of 256 KiB takes this long."""
 
 
 @dataclass
@@ -84,8 +84,8 @@ class Pace:
     Attributes:
         unit_bytes: size of every unit.
         cap_bytes_per_s: cap on what this peer receives, as a person has set it.
-        cap_of_others_bytes_per_s: assumed cap on what others send, until something was received:
-            this peer's own cap, since peers do not know each other's.
+        cap_of_others_bytes_per_s: assumed cap on the sending rate of others, until bytes were
+            received: this peer's own cap, because peers do not know each other's caps.
     """
 
     unit_bytes: Mapping[Unit, int]
@@ -94,12 +94,12 @@ class Pace:
     _rates: Recent = field(default_factory=lambda: Recent(KEPT, KEPT_LEAST))
 
     def fetched(self, num_bytes: int, flowing_s: float, at_s: float) -> None:
-        """Counts a whole fetch that ended; short ones say nothing about the rate of a link.
+        """Counts a fetch that ended; short fetches do not show a link's rate, and are ignored.
 
         Args:
             num_bytes: bytes that came.
-            flowing_s: seconds in which they came, see `STALL_S`.
-            at_s: when it ended.
+            flowing_s: seconds in which the bytes came, see `STALL_S`.
+            at_s: time when the fetch ended.
         """
         if num_bytes >= 2**20 and flowing_s > 0:
             self._rates.add(num_bytes / flowing_s, at_s)
@@ -108,9 +108,9 @@ class Pace:
         """The figures from which the timers are computed.
 
         Args:
-            due: units that the next manifest may renew, and the bytes that move of each. A peer
+            due: units that the next manifest may renew, with the bytes to transfer for each. A peer
                 with the present manifest has all other units.
-            now_s: by the clock of `fetched`.
+            now_s: the time by the clock of `fetched`.
         """
         shared = [unit for unit in due if expert_of_unit(unit) is None]
         made = {u: size for u, size in self.unit_bytes.items() if due.get(u, size) < size}
@@ -124,7 +124,7 @@ class Pace:
         )
 
     def rate_bytes_per_s(self, now_s: float) -> float:
-        """Receiving rate: the lower quartile of late fetches, or a lower cap; 0: not known."""
+        """Receiving rate: the lower quartile of recent fetches, or a lower cap; 0: not known."""
         rate, cap = self._rates.low(now_s) or 0.0, self.cap_bytes_per_s
         if not rate:
             cap = min(cap, self.cap_of_others_bytes_per_s)
@@ -132,7 +132,7 @@ class Pace:
 
 
 class Arrivals:
-    """Bytes that arrive, and the time in which they do.
+    """Bytes that arrive, and the time in which they arrive.
 
     Attributes:
         num_bytes: bytes so far.

@@ -2,33 +2,33 @@
 
 Policies: shared progress, expert progress, merge rebase.
 
-Shared tensors restart from the result of a round, whether the round counted this peer or not. The
-peer's offer contained all its progress, since it trains on only once the round is over. Parts that
-were not due are another matter (due units): their progress is kept, and offered when they are due.
-This holds as long as their agreed value is still the one that this progress started from.
+Shared tensors restart from the result of a round, whether or not the round counted this peer. The
+peer's offer contained all its progress, since it takes no further steps until the round is over. A
+part that was not due (due units) keeps its progress, and is offered once it is due. This holds as
+long as the part's agreed value is the one from which the progress started.
 
 *Local progress* of an expert is (base digest, fp32 master, moments): the master was trained from
-the agreed value named by the base digest. The rule is a compare-and-swap on that digest, so a
-slow owner's work survives rounds that did not touch its expert and never overwrites newer work.
+the agreed value named by the base digest. The rule is a compare-and-swap on that digest. So a slow
+owner's work survives rounds that did not renew its expert, and never overwrites newer work.
 
 With several owners, the agreed value is the mean of their values. The difference between an owner's
 master and its offered value is in no mean yet, so the owner adds it to the mean. The difference
-contains the part that was rounded off on the wire. Without that part, updates below half a unit in
-the last place would be lost in each round. After a late offer, the owner trains on. Then the
-difference also contains the steps since, which no offer had. With fp32 on the wire the offer of a
-finished round lacks nothing, so its owner restarts from the exact bits of the mean.
+contains the part that the wire's type rounded off. Without that part, updates below half a unit in
+the last place would be lost in each round. After a late offer the owner continues to train, so the
+difference also contains the steps since that offer. With fp32 on the wire the difference after a
+finished round is zero, so the owner restarts from the exact bits of the mean.
 
-Where deltas are averaged (delta means, carried steps), a trained value x never jumps to the agreed
-one. Let v be the old and v' the new agreed value, and c the peer's counted delta (0 if none was).
-Then x becomes x + (v' - v) - c. So x - v' is always exactly the progress that the swarm does not
-have yet. It consists of what the coding of the delta lost, of later steps where rounds overlap, and
-of the steps of a round that left the peer out. The next delta is x - v', so no progress is lost or
-sent twice, although only x is stored. To subtract c, the peer needs the very blob that was counted.
-A peer without that blob restarts from v', and so does a peer that two rounds in a row left out. A
-delta that is taken verbatim needs no rule of its own: its writer's master stays (expert progress).
+Where deltas are averaged (delta means, carried steps), a trained value x keeps its progress. Let v
+be the old and v' the new agreed value, and c the peer's counted delta (0 if none was). Then x
+becomes x + (v' - v) - c. So x - v' is always exactly the progress that the swarm does not have yet.
+It has three parts: the error of the delta's coding, later steps where rounds overlap, and the steps
+of a round that left the peer out. The next delta is x - v', so no progress is lost or sent twice,
+although only x is stored. To subtract c, the peer needs the blob that was counted. A peer without
+that blob restarts from v', and so does a peer that two rounds in a row left out. A delta that is
+taken verbatim needs no rule here, since its writer keeps the master (expert progress).
 
-After a restart the same function decides, with the bases and the offer in the saved private state
-[P6].
+After a restart of the peer the same function decides, with the bases and the offer of the saved
+private state [P6].
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from swarm.protocol.values.manifest import Digest, Kind, Manifest, PeerId, Unit
 class Action(Enum):
     """What happens to the local progress of one expert, or of the shared tensors."""
 
-    KEEP = "keep"  # the agreed value did not move: base, master and moments stay as they are
+    KEEP = "keep"  # the agreed value is unchanged, and so are base, master and moments
     PUBLISHED = "published"  # my offered value is the agreed one: master stays, base := its digest
     REBASE = "rebase"  # a merge: master := merged + (master - value of `rebase_from`)
-    AVERAGED = "averaged"  # my offered value is in the mean: as REBASE, from that value
-    CORRECTED = "corrected"  # my delta `rebase_from` is in the mean: as CARRIED, minus that delta
-    CARRIED = "carried"  # a round went on without me: master += agreed value - the previous one
-    RESTART = "restart"  # master := agreed value; the moments stay, they are local
-    DROP = "drop"  # no longer mine: master and moments go
+    AVERAGED = "averaged"  # my offered value is in the mean: like REBASE, from that value
+    CORRECTED = "corrected"  # my delta `rebase_from` is in the mean: like CARRIED, minus that delta
+    CARRIED = "carried"  # a round left me out: master += agreed value - previous one
+    RESTART = "restart"  # master := agreed value; the moments, which are local, stay
+    DROP = "drop"  # no longer mine: master and moments are dropped
     TAKE_UP = "take_up"  # newly mine: master := agreed value, zero moments
 
 
@@ -67,7 +67,7 @@ class ExpertDecision:
     reason: str
     rebase_from: Digest | None = None
     """For REBASE: the agreed value to subtract, a blob of the previous tip. For AVERAGED and
-    CORRECTED: my offered blob, which I keep until I have adopted."""
+    CORRECTED: my offered blob, which is kept until the adoption."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,16 @@ class Adoption:
     """What to do with all local progress."""
 
     shared: Action
-    """KEEP (nothing moves; a finished offer may be offered again) or RESTART; with deltas CORRECTED
-    or CARRIED (carried steps)."""
+    """KEEP (unchanged; a finished offer may be offered again) or RESTART; with deltas CORRECTED or
+    CARRIED (carried steps)."""
     experts: Mapping[int, ExpertDecision]
     """Decisions on every expert that was or is mine, in order."""
     shared_from: Mapping[Unit, Digest] = field(default_factory=dict)
     """If the shared tensors are CORRECTED: my offered blob of each part."""
     kept_parts: frozenset[Unit] = field(default=frozenset())
-    """Parts of the shared tensors whose progress stays, whatever becomes of the rest."""
+    """Parts of the shared tensors whose progress is kept, whatever `shared` says."""
     carried: frozenset[Unit] = field(default=frozenset())
-    """Units whose steps outlast a round that left them out; a second round ends them
+    """Units whose steps are kept after one round left them out; a second such round drops them
     (carried steps)."""
 
     @property
@@ -105,7 +105,7 @@ class Adoption:
 
     @property
     def kept(self) -> frozenset[int]:
-        """Experts whose progress stays, whatever becomes of the shared tensors (late offers)."""
+        """Experts whose progress is kept, whatever becomes of the shared tensors (late offers)."""
         restarted = (Action.RESTART, Action.DROP, Action.TAKE_UP)
         return frozenset(e for e, choice in self.experts.items() if choice.action not in restarted)
 
@@ -121,24 +121,24 @@ def adopt(
     part_bases: Mapping[Unit, Digest] = MappingProxyType({}),
     overlaps: bool = False,
 ) -> Adoption:
-    """Decides on every piece of local progress.
+    """Decides what becomes of all local progress.
 
     Args:
         me: this peer.
         manifest: the manifest that is being applied.
-        previous: digest of the tip that the local steps since the last apply started from.
+        previous: digest of the tip from which the local steps since the last adoption started.
         bases: base digest of each expert with local progress.
-        offers: this peer's offers since then: of late progress, and of the finished round. Steps
-            after the last offer stay in the master.
-        carried: units that the previous round already left out.
-        part_bases: agreed value that the progress of each part of the shared tensors started from;
-            empty where every round renews all of them.
-        overlaps: whether this peer has trained on since its offer. Then no part of the shared
-            tensors may jump (overlapped adoption): parts that are sent whole move as those with
-            deltas do.
+        offers: this peer's offers since that adoption: of late progress, and of the finished round.
+            Steps after the last offer are only in the master.
+        carried: units whose steps the previous round left out.
+        part_bases: for each part of the shared tensors, the agreed value from which its progress
+            started; empty if every round renews all parts.
+        overlaps: whether this peer has taken steps since its offer. Then all parts of the shared
+            tensors keep their progress: parts that are sent whole move like parts with deltas
+            (overlapped adoption).
 
     Returns:
-        An action for the shared tensors, and one with its reason for each expert.
+        An action for the shared tensors, and for each expert an action with its reason.
     """
     shared = _decide_shared(me, manifest, previous)
     known: Mapping[Unit, Digest] = {}
@@ -167,7 +167,7 @@ def adopt(
 
 
 def still_late(late: frozenset[int], adoption: Adoption, *, is_counted: bool) -> frozenset[int]:
-    """Own experts whose progress no manifest has yet, so that it is offered late.
+    """Own experts whose progress is in no manifest yet, and is therefore offered late.
 
     Args:
         late: experts that were late before, and all that were trained since.
@@ -178,9 +178,9 @@ def still_late(late: frozenset[int], adoption: Adoption, *, is_counted: bool) ->
 
 
 def _decide_shared(me: PeerId, manifest: Manifest, previous: Digest) -> Action:
-    """Shared tensors restart, unless a reform or a merge leaves its parent's as they are."""
+    """Shared tensors restart, except after a reform or a merge, which leaves them unchanged."""
     is_left = manifest.parent == previous and manifest.kind in (Kind.REFORM, Kind.MERGE)
-    # A reform without me deals the samples that I have read to others.
+    # A reform without me deals to others the samples that I have read.
     is_dealt_anew = manifest.kind is Kind.REFORM and me not in manifest.members
     return Action.KEEP if is_left and not is_dealt_anew else Action.RESTART
 
@@ -246,7 +246,7 @@ def _going_on(
     experts: Mapping[int, ExpertDecision],
     carried: frozenset[Unit],
 ) -> frozenset[Unit]:
-    """Units whose steps have been left out by one round, and are in no agreed value yet.
+    """Units whose steps one round has left out, and which are in no agreed value yet.
 
     Policy: carried steps.
     """
@@ -271,7 +271,7 @@ def _moves_shared(manifest: Manifest) -> bool:
 def _decide_coded_shared(
     me: PeerId, manifest: Manifest, offers: Sequence[Offer], carried: frozenset[Unit]
 ) -> tuple[Action, Mapping[Unit, Digest]]:
-    """Like `_decide_shared`, for a round on the previous tip; with my counted blobs.
+    """Like `_decide_shared`, for a round with deltas; also returns my counted blobs.
 
     Policy: carried steps.
     """
@@ -287,7 +287,7 @@ def _decide_coded_shared(
     for offer in offers:
         if all(u in offer.units and offer.units[u].digest == d for u, d in counted.items()):
             return Action.CORRECTED, counted
-    return Action.RESTART, {}  # the mean has deltas that I no longer know
+    return Action.RESTART, {}  # the mean has my deltas, which I no longer know
 
 
 def _decide_moved(
@@ -301,8 +301,8 @@ def _decide_moved(
 ) -> ExpertDecision | None:
     """The decision on an expert whose base this round moved by a mean of deltas (carried steps).
 
-    None: another rule decides. A delta that was taken verbatim has one writer, so any other work is
-    from another line of owners.
+    None: another rule decides. A delta that was taken verbatim has a single writer, so the work of
+        another peer does not continue that line.
     """
     unit = expert_unit(expert)
     entry, sources = manifest.entries[unit], dict(manifest.sources.get(unit, ()))

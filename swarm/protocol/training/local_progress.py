@@ -1,8 +1,8 @@
 """Local progress that the tip does not count yet.
 
-Here are the samples that a peer reads in a round, its early offers (overlapped rounds,
-overlap accounting), and the part of a private state that is still valid after a crash [P6]
-(merge rebase, shared progress).
+This module computes which samples a peer reads in a round, its early offers (overlapped rounds,
+overlap accounting), and which part of a private state is still valid after a crash [P6] (merge
+rebase, shared progress).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Tally:
 
 
 class Ahead:
-    """Steps in the model beyond the tip, apart from those since the last offer."""
+    """Offered steps in the model that the tip does not contain."""
 
     def __init__(self) -> None:
         self.flight: Work | None = None
-        """The last offer, while no manifest has decided on it."""
+        """The last offer, until a manifest decides on it."""
         self.behind = Tally()
         """Earlier offers that no manifest has counted."""
 
@@ -55,11 +55,12 @@ class Ahead:
         """Notes that a newer manifest is adopted.
 
         Args:
-            is_counted: whether the manifest counted the offer in flight, and so all these steps.
+            is_counted: whether the manifest counted the offer in flight, which contains all these
+                steps.
             is_lost: whether the shared tensors restart from the agreed values.
 
         Returns:
-            Tokens that are no longer in the model, and in no manifest.
+            Tokens of steps that are now lost: neither in the model nor in a manifest.
         """
         uncounted, self.flight = Tally() if is_counted else self.uncounted, None
         self.behind = Tally() if is_lost else uncounted
@@ -67,26 +68,26 @@ class Ahead:
 
 
 class Reading:
-    """The place in the text. All agree on it for a common text; a text of one's own is private."""
+    """The position in the text: agreed for a common text, this peer's own in a private corpus."""
 
     def __init__(self, rules: Rules, me: PeerId) -> None:
         self.rules, self.me = rules, me
         self.position = 0
-        """Where this round begins in a text of the peer's own."""
+        """Where this round begins in a private corpus."""
         self.began_s = 0.0
         """When this round began, by the shell's clock."""
 
     def next_round(self, began_s: float, offered_tokens: int) -> None:
-        """Begins a round; in a text of its own, a peer does not read offered samples again."""
+        """Begins a round; in a private corpus, offered samples are not read again."""
         self.began_s = began_s
         self.position = self.position_after(offered_tokens)
 
     def position_after(self, tokens: int) -> int:
-        """The place in a text of the peer's own after training on these tokens of this round."""
+        """The position in a private corpus after `tokens` of this round."""
         return self.position + tokens // self.rules.sequence_length
 
     def dealt(self, tip: Manifest, read_tokens: int) -> Stretches:
-        """The samples that local steps on a tip read, in this order, after those read already."""
+        """The samples that further local steps on a tip read, in this order."""
         samples = read_tokens // self.rules.sequence_length
         if self.rules.is_dealt:
             return split(tip.dealt[self.me], samples)[1]
@@ -99,7 +100,7 @@ class Reading:
         Policy: overlapped deals.
 
         They do if the second tip is the child of the first. On another chain the same samples may
-        be assigned to other members, which count them there, even if no value differs.
+        be assigned to other members, which count them there, even if all values are equal.
         """
         if after.parent == before.digest or not self.rules.is_dealt:
             return True
@@ -110,15 +111,15 @@ class Reading:
     def work_left(
         self, tip: Manifest, uncounted: int, done: int, step_s: float, passed_s: float
     ) -> LocalWork:
-        """How many local steps are left after those done (counted work).
+        """How many local steps are left after `done` (counted work).
 
-        Where rounds overlap, time without steps does not count.
+        If rounds overlap, time without steps does not count.
 
         Args:
-            tip: the tip that they start from.
-            uncounted: tokens that were offered, and are not in the tip (overlap accounting).
+            tip: the tip from which the steps start.
+            uncounted: tokens of offers that are not in the tip (overlap accounting).
             done: steps since the last offer.
-            step_s: mean seconds of one of these; 0 before the first.
+            step_s: mean seconds of one of these steps; 0 before the first.
             passed_s: seconds since the round began.
         """
         rules = self.rules
@@ -131,11 +132,11 @@ class Reading:
 
 
 def problem_of(saved: SavedWork, run_id: str, tip: Manifest) -> str | None:
-    """Why a private state may not be trained on, in a sentence; None if it may be.
+    """Why training may not continue from a private state, in a sentence; None if it may.
 
     The state has to be of this run. If it names the tip, its steps have to be of the round after
-    the tip. The same holds if the tip is a reform and the state names its parent: a peer continues
-    from there in the same way.
+    the tip. The same holds if the tip is a reform and the state names the reform's parent, since a
+    reform changes no values.
     """
     if saved.run_id != run_id:
         return f"the private state belongs to the run {saved.run_id}, not {run_id}"
@@ -150,10 +151,10 @@ def problem_of(saved: SavedWork, run_id: str, tip: Manifest) -> str | None:
 
 
 def manifests_to(newest: Applied, base_tip: Digest) -> list[Manifest]:
-    """Manifests to adopt one after the other, to get from `base_tip` to the newest tip.
+    """The manifests to adopt, one after the other, from `base_tip` to the newest tip.
 
-    Of the manifests in between, the record has only the tip's parent, from which a merge is redone
-    (merge rebase).
+    Of the manifests in between, the record has only the tip's parent, from which a merge is
+    computed again (merge rebase).
     """
     tip, parent = newest.manifest, newest.parent
     if base_tip == tip.digest:
@@ -164,7 +165,7 @@ def manifests_to(newest: Applied, base_tip: Digest) -> list[Manifest]:
 
 
 def offer_of(saved: SavedWork, unit_bytes: Mapping[Unit, int]) -> Offer:
-    """The offer that had been made when the private state was written, without its work."""
+    """The offer with which the private state was saved, without its work."""
     units = {
         unit: OfferedUnit(digest, unit_bytes[unit], base="")
         for unit, digest in saved.offered.items()
@@ -176,10 +177,10 @@ def offer_again(saved: SavedWork, tip: Manifest, me: PeerId, rules: Rules) -> Of
     """An offer that was in flight when a peer stopped, for the round after the tip.
 
     The private state is older than the offer. So the peer has the offered blobs, but not the steps
-    behind them: it offers the blobs once more and waits.
+    that made them. It offers the blobs once more and waits.
 
     Returns:
-        None: a round has decided on it, or this peer is to offer other units by now.
+        None if a round has decided on the offer, or this peer has to offer other units now.
     """
     is_undecided = saved.base_tip in _same(tip) and saved.round == tip.round + 1
     if saved.run_id != rules.run or not is_undecided:
@@ -197,5 +198,5 @@ def offer_again(saved: SavedWork, tip: Manifest, me: PeerId, rules: Rules) -> Of
 
 
 def _same(tip: Manifest) -> set[Digest | None]:
-    """Tips whose work is good for the round after this one: a reform changes no values."""
+    """Tips whose work is valid for the round after this tip, since a reform changes no values."""
     return {tip.digest, tip.parent} if tip.kind is Kind.REFORM else {tip.digest}

@@ -1,9 +1,9 @@
-"""The main loop of a peer: train, offer, agree, adopt. Read `Training.run`, then on from there.
+"""The main loop of a peer: train, offer, agree, adopt. Begin to read at `Training.run`.
 
-Where rounds overlap, the peer trains on while the round is under way, and waits only if the round
-takes longer than the next local steps. It moves to a newer tip between two steps.
+Where rounds overlap, the peer takes its next steps while the round is under way, and waits only if
+the round takes longer than these steps. It adopts a newer tip between two steps.
 
-The loop decides; its `TrainingShell` acts. Time passes only where something is awaited.
+The loop decides, and its `TrainingShell` acts. Time passes only where the loop awaits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from swarm.protocol.values.schedule import merge_due
 
 
 class Training:
-    """The training of one peer in a run, from a start to the last round."""
+    """The training of one peer in a run, from a start of the process to the last round."""
 
     def __init__(
         self,
@@ -37,46 +37,46 @@ class Training:
         *,
         is_due: Callable[[Manifest], bool] | None = None,
     ) -> None:
-        """Loads nothing yet; `run` begins with the state on the disk, and ends after `rounds`.
+        """Loads nothing yet; `run` loads the state on the disk, and ends after `rounds`.
 
-        `is_due`: whether a tip's only successor is a merge; by default by the merge schedule.
+        `is_due`: whether a tip's only successor is a merge; by default the merge schedule decides.
         """
         self.shell, self.me, self.rules, self.rounds = shell, me, rules, rounds
         self.is_due = is_due or partial(merge_due, merging=rules.merging)
         self.reading = local_progress.Reading(rules, me)
         self.tip: Manifest
-        """The manifest that the model is at."""
+        """The manifest that the model has adopted."""
         self.work: Work | None = None
-        """Local steps since the last offer, on the tip if rounds do not overlap; still valid."""
+        """Valid local steps since the last offer (since the tip, if rounds do not overlap)."""
         self.ahead = local_progress.Ahead()
-        """Offered steps that are not in the tip, if rounds overlap."""
+        """If rounds overlap: offered steps that are not in the tip."""
         self.offers: list[Offer] = []
-        """Offers since the tip was adopted: late progress, then the finished round, from `made`."""
+        """Offers since the tip was adopted: first of late progress, then of the finished round."""
         self.made: Callable[[], Awaitable[Offer]] | None = None
         self.bases: dict[int, Digest] = {}
-        """For each own expert, the agreed value that its local progress started from."""
+        """For each own expert, the agreed value from which its local progress started."""
         self.carried: frozenset[Unit] = frozenset()
-        """Units that a round left out, and whose steps stay nevertheless (carried steps)."""
+        """Units whose steps are kept although a round left them out (carried steps)."""
         self.carried_tokens = 0
-        """Tokens of the shared steps among these; they were not counted."""
+        """Tokens of the carried steps on shared tensors, which were not counted."""
         self.part_bases: dict[Unit, Digest] = {}
-        """Bases of the parts of the shared tensors, unless all of them are due in each round."""
+        """Base of each part of the shared tensors; empty if all parts are due in each round."""
         self.again: Offer | None = None
-        """The offer in flight when this peer stopped; the model lacks the steps behind it [P6]."""
+        """The offer in flight when this peer stopped; the model lacks its steps [P6]."""
         self.is_unsaved = False
         """Whether offers were made since the private state was last written."""
         self.late: frozenset[int] = frozenset()
-        """Own experts with progress that the rounds so far have left out (late offers)."""
+        """Own experts whose progress rounds have left out so far (late offers)."""
 
     @property
     def is_done(self) -> bool:
-        """Whether the local steps are done, and to be offered."""
+        """Whether the local steps have ended, so that they are to be offered."""
         return self.work is not None and self.work.completed
 
     # ------------------------------------------------------------ the loop
 
     async def run(self) -> Manifest:
-        """Takes part until the last round is over, and its merge; returns the last manifest."""
+        """Takes part until the last round, and its merge, are over; returns the last manifest."""
         self.resume()
         while self.tip.round < self.rounds or self.is_due(self.tip):
             if self.work is None or self.rules.overlaps:
@@ -86,7 +86,7 @@ class Training:
         return self.tip
 
     async def take_part(self) -> Sequence[Applied]:
-        """Does the work on the tip, until there are newer tips; returns these."""
+        """Does the work on the tip until there are newer tips; returns the newer tips."""
         is_due = self.is_due(self.tip)
         trains_on = self.rules.overlaps and self.tip.round < self.rounds
         if is_due and not trains_on:  # no local steps and no offers (merge manifests)
@@ -104,7 +104,7 @@ class Training:
             self.offer_late()
             await self.train()
         in_flight = self.ahead.flight is not None
-        if not self.is_done:  # the tip has moved meanwhile, or this peer is to stop
+        if not self.is_done:  # there is a newer tip, or this peer has to stop
             state = PeerState.AVERAGING if in_flight else PeerState.CATCHING_UP
             return await self.shell.wait(self.tip, state)
         if is_due:
@@ -113,12 +113,14 @@ class Training:
             await self.offer()
             if self.rules.overlaps:
                 self.ahead.flight, self.work = self.work, None
-                if self.tip.round + 1 < self.rounds:  # trains on, with this offer in flight
+                if (
+                    self.tip.round + 1 < self.rounds
+                ):  # continues to train, with this offer in flight
                     return await self.take_part()
         return await self.shell.wait(self.tip, PeerState.AVERAGING)
 
     def may_train(self) -> bool:
-        """Whether there is anything to read while an offer is in flight; see overlapped deals."""
+        """Whether there are samples to read while an offer is in flight (overlapped deals)."""
         if self.ahead.flight is None or self.work is not None:
             return True
         tokens = self.ahead.uncounted.tokens
@@ -137,12 +139,12 @@ class Training:
     # ------------------------------------------------------------ its parts
 
     def offer_late(self) -> None:
-        """Offers this peer's experts that rounds have left out, at once, while it trains on.
+        """Offers at once this peer's experts that rounds have left out, and continues to train.
 
         Policy: late offers.
 
-        Nothing else has to be durable: after a crash the experts start from the agreed values.
-        Where rounds overlap, the next offer contains these experts, with the steps since.
+        No private state has to be saved: after a crash the experts start from the agreed values.
+        Where rounds overlap, the next ordinary offer contains these experts instead.
         """
         late = frozenset() if self.rules.overlaps else self.late
         tip, bases = self.tip, self._bases_of_due(late) if late else {}
@@ -155,7 +157,7 @@ class Training:
             self.shell.submit(tip, self.offers[0])
 
     async def train(self) -> None:
-        """Takes the local steps of a round, or the rest of them."""
+        """Takes the local steps of a round, or the remaining ones."""
         tip, reading, uncounted = self.tip, self.reading, self.ahead.uncounted
         left, read = partial(reading.work_left, tip, uncounted.tokens), uncounted + self.work
         dealt = reading.dealt(tip, read.tokens)
@@ -171,14 +173,14 @@ class Training:
         tip, saved = self.tip, self.save()
 
         async def offered() -> Offer:
-            offer = await saved  # durable before anybody hears of it [P6]
+            offer = await saved  # durable before it is sent [P6]
             self.shell.submit(tip, offer)
             return offer
 
         self.made = await self.shell.beside(offered(), saves_state=not self.is_unsaved)
 
     def save(self) -> Coroutine[Any, Any, Offer]:
-        """Makes the finished work durable, as it is now, when awaited; returns its offer."""
+        """Returns a routine that makes the work, as it is now, durable and gives its offer."""
         tip, work = self.tip, self.ahead.behind + self.work
         self.is_unsaved = not self.rules.saves_state(tip)
         save = self.shell.save_offer if self.is_unsaved else self.shell.save
@@ -190,7 +192,7 @@ class Training:
         return saved()
 
     def unsaved(self) -> SavedWork | None:
-        """The work that a peer at rest saves before it stops; None: nothing, or an offer is out."""
+        """The work that a peer saves before it stops; None: no work, or an undecided offer."""
         if self.ahead.flight or self.again or not self.is_unsaved:
             return None
         return replace(self._saved(self.ahead.behind + self.work), is_offered=False)
@@ -267,7 +269,7 @@ class Training:
         self.validate()
 
     def _decided_again(self, reason: str, *, is_counted: bool, is_kept: bool) -> None:
-        """An offer from before this peer stopped is in a manifest, goes to a reform, or is lost."""
+        """Settles an offer from before a stop: counted, to be offered to a reform, or lost."""
         again, self.again = self.again, None
         if again is None or is_counted:
             return
@@ -279,7 +281,7 @@ class Training:
     def _book(
         self, work: Work | None, adoption: Adoption, applied: Applied, *, is_good: bool
     ) -> None:
-        """Counts shared steps as lost, unless a manifest has them or they stay uncounted."""
+        """Counts shared steps as lost, unless a manifest has them or they stay undecided."""
         tokens = work.tokens if work and not is_good else 0
         goes_on = adoption.shared in (Action.KEEP, Action.CARRIED)
         if goes_on and any(expert_of_unit(unit) is None for unit in self.carried):
@@ -292,7 +294,7 @@ class Training:
             self.shell.lose(tokens, applied.reason)
 
     def _book_ahead(self, applied: Applied, *, is_counted: bool, is_lost: bool) -> None:
-        """Keeps the steps beyond the tip, unless they are lost.
+        """Keeps the steps that the tip does not contain, unless they are lost.
 
         Policies: overlapped adoption, overlap accounting.
         """
@@ -304,10 +306,9 @@ class Training:
             self.shell.lose(tokens, applied.reason)
 
     def _loses(self, manifest: Manifest, adoption: Adoption, tip: Manifest | None) -> bool:
-        """Whether the steps beyond the tip are lost: their values restart, or cannot be counted.
+        """Whether steps beyond the tip are lost: values restart, or no manifest can count them.
 
-        A peer that is no longer a member is dealt nothing. On another chain it may get other
-        samples.
+        A former member is dealt no samples, and on another chain a member may be dealt others.
         """
         if self.me not in manifest.members or adoption.begins_anew(self.rules.shared_units):
             return True
@@ -337,7 +338,7 @@ class Training:
             self.part_bases = {u: manifest.entries[u].digest for u in self.rules.shared_units}
 
     def validate(self) -> None:
-        """The first convener measures the agreed state for all, after each cycle and merge."""
+        """Measures the agreed state after each cycle and merge, if this peer is first convener."""
         tip, cycle = self.tip, self.rules.schedule.cycle
         is_end = tip.round % cycle == 0 or tip.round >= self.rounds
         if is_end and tip.order[0] == self.me and not self.is_due(tip):
@@ -346,9 +347,9 @@ class Training:
     # ------------------------------------------------------------ resuming
 
     def resume(self) -> None:
-        """Brings the model to the tip after a start, and finds work that is still valid.
+        """Moves the model to the tip after a start, and finds work that is still valid.
 
-        Rounds continue meanwhile, so the tip may move: then the newer one is taken.
+        Rounds continue during the move. If there is a newer tip, the model moves to the newer tip.
         """
         while not self._resume_at(self.shell.newest()):
             pass
@@ -367,7 +368,7 @@ class Training:
         if not self._adopt_start(path, newest, saved):
             return False
         if saved:
-            # What is offered again is counted when the round is over.
+            # Tokens that are offered again are counted when the round is over.
             again = saved.tokens if self.work else 0
             self.reading.position = saved.data_position
             self.reading.position = self.reading.position_after(-again)
@@ -379,7 +380,7 @@ class Training:
         return True
 
     def _find_offer(self) -> None:
-        """Finds an offer that is newer than the private state and that no round has decided on."""
+        """Finds an undecided offer that is newer than the private state."""
         newer = self.shell.load_offer()
         if newer is not None:
             self.reading.position = max(self.reading.position, newer.data_position)
@@ -404,7 +405,8 @@ class Training:
             elif manifest is newest.manifest:
                 return False
         self.tip, self.offers = newest.manifest, []
-        # Killed between the record of a reform and the private state: the work is still good.
+        # If the peer was killed between the record of a reform and the private state, its work is
+        # still valid.
         self.work = saved if is_kept and saved and saved.is_offered else None
         if self.work is not None:
             self.ahead = local_progress.Ahead()
@@ -414,7 +416,7 @@ class Training:
         return True
 
     def _book_start(self, saved: SavedWork | None, manifest: Manifest, adoption: Adoption) -> None:
-        """Like `_book_ahead`, for the offer in flight when this peer stopped."""
+        """Like `_book_ahead`, for an offer that was in flight when this peer stopped."""
         if saved is None or not self.rules.overlaps:
             return
         follows = manifest.parent == saved.base_tip

@@ -1,7 +1,8 @@
-"""The interface through which the main loop of a peer acts.
+"""The interface through which a peer's main loop acts.
 
-The loop knows no engine, disk, network or clock: its shell carries out the loop's decisions. Work
-that takes time is awaited: a real shell blocks its thread, a simulated one lets virtual time pass.
+The loop has no engine, disk, network or clock: its shell carries out the decisions. The loop awaits
+work that takes time. During such work a real shell blocks its thread, and a simulated shell lets
+virtual time pass.
 """
 
 # Methods that a shell need not implement ignore their arguments.
@@ -22,12 +23,12 @@ from swarm.protocol.values.work import Stretches
 
 T = TypeVar("T")
 WhyPaused = Callable[[Mapping[PeerId, int]], str | None]
-"""Why training pauses, given how many experts fit the machine of each peer that is present."""
+"""Tells why training pauses, given the room of each peer that is present."""
 
 
 @dataclass(frozen=True)
 class Applied:
-    """A tip that this peer moved to: its time by the shell's clock, reason and known parent."""
+    """A tip that this peer applied: time by the shell's clock, reason, and parent if known."""
 
     manifest: Manifest
     at_s: float
@@ -44,29 +45,30 @@ class Work(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Tokens that they were trained on."""
+        """Tokens of these steps."""
 
     @property
     def seconds(self) -> float:
-        """How long they took."""
+        """How long these steps took."""
 
     @property
     def completed(self) -> bool:
-        """False if the tip moved before all of them were done."""
+        """False if a newer tip came before all steps were done."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """The samples that local steps read, and their place in the run."""
+    """The samples that local steps read, and the steps' position in the run."""
 
     dealt: Stretches
     """Samples that were not read yet, in reading order."""
     began_s: float
     """When the round began, by the shell's clock."""
     step: int
-    """Steps that the model has beyond the tip (overlap accounting)."""
+    """Number of steps in the model that the tip does not contain (overlap accounting)."""
     is_offered: bool = False
-    """Whether nobody waits for these steps: an offer is in the round, or a merge comes first."""
+    """Whether no peer waits for these steps, since an offer is in the round, or a merge comes
+    first."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +84,15 @@ class SavedWork:
     data_position: int
     expert_bases: Mapping[int, Digest]
     offered: Mapping[Unit, Digest]
-    """Empty before the save: its values are not stored yet."""
+    """Digests of the offered values; empty before the save, which stores them."""
     carried: frozenset[Unit] = frozenset()
-    """Units that the round before left out, see `adopt`."""
+    """Units that the previous round left out, see `adopt`."""
     deltas: Mapping[Unit, Digest] = field(default_factory=dict)
     """Deltas that make the offered values of verbatim units (delta means); empty like `offered`."""
     part_bases: Mapping[Unit, Digest] = field(default_factory=dict)
     """See `Training.part_bases`."""
     is_offered: bool = True
-    """False: written at rest, as this peer was asked to stop; its steps are in no offer yet."""
+    """False: saved without an offer, because this peer was asked to stop."""
 
     @property
     def completed(self) -> bool:
@@ -99,11 +101,11 @@ class SavedWork:
 
     @property
     def blobs(self) -> set[Digest]:
-        """Blobs of the offer that others fetch."""
+        """Blobs of the offer, which others fetch."""
         return {*self.offered.values(), *self.deltas.values()}
 
     def with_values(self, units: Mapping[Unit, OfferedUnit]) -> SavedWork:
-        """The same work with the digests of its stored values."""
+        """The same work, with the digests of the stored values."""
         return replace(
             self,
             offered={unit: value.digest for unit, value in units.items()},
@@ -112,7 +114,7 @@ class SavedWork:
 
 
 class TrainingShell(Protocol):
-    """Engine, disk and rounds of one peer. Methods with a body here need not be implemented."""
+    """Engine, disk and rounds of one peer. A shell need not implement methods with a body here."""
 
     # ------------------------------------------------ when the peer starts
 
@@ -122,19 +124,19 @@ class TrainingShell(Protocol):
     def load(self, tip: Manifest, problem: Callable[[SavedWork], str | None]) -> SavedWork | None:
         """Fills the engine from the private state.
 
-        None: there is none, it is damaged or has a `problem`; the engine is as it was.
+        None: there is no state, or it is damaged or has a `problem`; the engine is unchanged.
         """
 
     def adopt_frozen(self, tip: Manifest) -> bool:
-        """Fills in values that are not trained here and were not loaded; returns like `adopt`."""
+        """Fills in the frozen values, which no private state has; returns like `adopt`."""
 
     def resumed(self, tip: Manifest, *, has_work: bool) -> None:
-        """Notes that the model is at the tip; work that is still valid is offered again."""
+        """Notes that the model is at the tip; `has_work`: valid work will be offered again."""
 
     # ------------------------------------------------ a round
 
     def may_stop(self) -> None:
-        """A point where a peer that was asked to stop may do so: nobody waits for its steps."""
+        """A point where a peer that was asked to stop may stop: no peer waits for its steps."""
         return
 
     async def train(
@@ -144,42 +146,42 @@ class TrainingShell(Protocol):
         before: Work | None,
         left: Callable[[int, float, float], LocalWork],
     ) -> Work:
-        """Takes local steps until none is left, or the tip has moved.
+        """Takes local steps until none is left, or there is a newer tip.
 
-        A peer that was asked to stop takes only steps that other peers wait for.
+        A peer that was asked to stop takes only steps for which other peers wait.
 
         Args:
-            tip: the tip that they start from.
+            tip: the tip from which the steps start.
             task: the samples to be read.
-            before: steps since the last offer that were done already; the result contains these.
-            left: asked before each step for the steps that are left. It is given all steps done,
-                the mean seconds of a step and the seconds since the round began.
+            before: earlier steps since the last offer; the result contains these.
+            left: called before each step; returns the steps that are left. Its arguments are the
+                steps done, the mean seconds of a step and the seconds since the round began.
         """
 
     def store(
         self, tip: Manifest, bases: Mapping[Unit, Digest], tokens: int
     ) -> Mapping[Unit, OfferedUnit]:
-        """Stores the values of units after so many tokens since the tip, for others to fetch.
+        """Stores the present values of units for others to fetch; `tokens`: trained since the tip.
 
-        Their blobs stay until `release`. `bases`: the agreed value that each was trained from.
+        The blobs are kept until `release`. `bases`: the agreed value from which each was trained.
         """
 
     def save(
         self, tip: Manifest, bases: Mapping[Unit, Digest], work: SavedWork
     ) -> Coroutine[Any, Any, Mapping[Unit, OfferedUnit]]:
-        """Like `store`; once awaited, the private state with the stored values is durable [P6]."""
+        """Like `store`; awaiting the result makes the private state and the values durable [P6]."""
 
     def save_offer(
         self, tip: Manifest, bases: Mapping[Unit, Digest], work: SavedWork
     ) -> Coroutine[Any, Any, Mapping[Unit, OfferedUnit]]:
-        """Like `save`, but the private state stays as it was: blobs and `work` are durable [P6]."""
+        """Like `save`, but only the blobs and `work` become durable, not the private state [P6]."""
 
     async def beside(
         self, offered: Coroutine[Any, Any, Offer], *, saves_state: bool
     ) -> Callable[[], Awaitable[Offer]]:
-        """Makes and submits an offer while steps continue, which do not change its values.
+        """Makes and submits an offer while further steps, which do not change its values, run.
 
-        `saves_state`: whether the offer calls `save`. The result waits for the offer.
+        `saves_state`: whether making the offer calls `save`. The result waits for the offer.
         """
         offer = await offered
 
@@ -189,42 +191,42 @@ class TrainingShell(Protocol):
         return made
 
     def load_offer(self) -> SavedWork | None:
-        """The newest work of `save_offer`, if its blobs are here; these stay until `release`."""
+        """The newest work of `save_offer`, if its blobs are here; they are kept until `release`."""
 
     def submit(self, tip: Manifest, offer: Offer) -> None:
         """Puts an offer into the round after a tip."""
 
     async def pause(self, tip: Manifest, why: WhyPaused) -> Sequence[Applied]:
-        """Waits for a newer tip, or until `why` gives None for the rooms of the peers present.
+        """Waits for a newer tip, or until `why` returns None for the rooms of the peers present.
 
         Returns:
-            Newer tips, oldest first; empty if there is none.
+            Newer tips, oldest first; empty if there are none.
         """
         return ()
 
     async def wait(self, tip: Manifest, state: PeerState) -> Sequence[Applied]:
-        """Waits for tips after this one; returns them, oldest first. `state` is for people."""
+        """Waits for tips after `tip`. Returns them, oldest first. `state` is shown to people."""
 
     # ------------------------------------------------ a newer tip
 
     def adopt(
         self, manifest: Manifest, decision: Adoption, before: Manifest, *, at_start: bool = False
     ) -> bool:
-        """Moves the engine from one manifest to another as decided.
+        """Moves the engine from one manifest to the next, as decided.
 
-        False: blobs of it were collected, since a newer tip is here; the engine is as it was.
+        False: some blobs were deleted because of a newer tip; the engine is unchanged.
         """
 
     def lose(self, tokens: int, reason: str) -> None:
-        """Notes that the result of local steps will be in no manifest."""
+        """Notes that the tokens of some local steps will be in no manifest."""
         return
 
     def report(self, applied: Applied, work: Work | None, *, counted: bool) -> None:
-        """Notes what was adopted, this peer's steps on its parent, and whether these count."""
+        """Notes an adopted tip, this peer's steps on its parent, and whether these count."""
         return
 
     def release(self) -> None:
-        """Releases the blobs of the offer, which was adopted or never will be."""
+        """Releases the blobs of the offer, once it is counted or lost."""
 
     def validate(self, manifest: Manifest) -> None:
         """Measures the held-out loss of the agreed state that was just adopted."""
@@ -232,7 +234,7 @@ class TrainingShell(Protocol):
 
 
 def at_once(routine: Coroutine[Any, Any, T]) -> T:
-    """Runs a routine whose shell blocks its thread where it waits; returns its result."""
+    """Runs a routine with a shell that blocks its thread to wait; returns the result."""
     try:
         routine.send(None)
     except StopIteration as end:

@@ -1,1 +1,1 @@
-"""What a run agrees on: manifests, layouts, invitations, deals of text and weights."""
+"""Values on which a run agrees: manifests, layouts, invitations, deals of text, weights."""

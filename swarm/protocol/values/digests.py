@@ -1,9 +1,9 @@
-"""How content gets its name.
+"""Digests, the names of blobs.
 
-A blob is any byte string: the value of a unit, an offer, a manifest, a run configuration. It is
-cut into pieces of 4 MiB (the last may be shorter; the empty blob has none). Its name is its
-*digest*: BLAKE3 over the concatenated BLAKE3 digests of its pieces, as 64 hex digits. So each
-piece of a large blob can be checked on arrival, from whichever peer it comes.
+A blob is any byte string: the value of a unit, an offer, a manifest, a run configuration. It is cut
+into pieces of 4 MiB (the last may be shorter; the empty blob has none). Its name is its *digest*:
+BLAKE3 over the concatenated BLAKE3 digests of its pieces, as 64 hex digits. So each piece of a
+large blob can be checked when it arrives, from any peer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def digest_of(blob: Buffer) -> str:
 
 
 def digest_of_chunks(chunks: Iterable[Buffer]) -> str:
-    """The digest that names the blob with these bytes, however they are cut."""
+    """The digest of the blob with these bytes, whatever the sizes of the chunks."""
     index, piece, room = bytearray(), blake3(), PIECE_BYTES
     for chunk in chunks:
         view = memoryview(chunk).cast("B")

@@ -1,13 +1,13 @@
-"""Invitations: which newcomers an anchor vouches for, so that they vote at once [R8]. Pure.
+"""Invitations: signed by an anchor, so that newcomers vote at once [R8]. Pure.
 
 An anchor signs (run, key, uses, invites, weight, last round). The key is the public half of a key
-pair that is made for this one invitation. The guest is given the private half, and signs the run
-and its own peer id with it. This signature is the *possession*. READY and manifest carry it with
-the invitation. A copy of both is worth nothing to any other peer. If the guest's peer id is known
-when the invitation is made, the key may be the guest's own.
+pair that is made for this invitation alone. With the private half, which the guest gets, it signs
+the run and its own peer id. This signature is the *possession*. READY and manifest carry possession
+and invitation. A copy of both is worthless to any other peer. If the guest's peer id is known when
+the invitation is made, the key may be the guest's own.
 
-An invitation expires with a *round*, not at a time, as clocks differ. Every acceptor of a
-manifest must come to the same answer, even if it is shown the manifest a year later.
+An invitation expires with a *round*, not at a time: clocks differ, and every acceptor of a manifest
+must come to the same answer, even a year later.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from swarm.protocol.values.strict import Strict
 MAX_USES = 1024
 MAX_INVITES = 2**20
 MAX_WEIGHT = 64
-"""An anchor may trust one member with the work of at most this many ordinary members."""
+"""Most ordinary members whose work an anchor may trust one member to do."""
 MAX_ROUND = 2**31 - 1
 MAX_TEXT = 4096
-"""Limit on the characters of an invitation's text; it has about 600."""
+"""Most characters of an invitation's text, which usually has about 600."""
 GATHERING = "gathering-"
 """Prefix of the name of a run that is not founded yet; the founder's nonce follows."""
 _PREFIX = "swarm-invitation-"
@@ -47,18 +47,19 @@ class Invitation(Strict):
 
     run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")]
     key: _Peer
-    """Public key, as a peer id, with which guests prove that they were given the invitation."""
+    """Public key, as a peer id. Guests prove with its private half that they were given the
+    invitation."""
     uses: Annotated[int, Field(ge=1, le=MAX_USES)]
-    """How many peers may join with it; a peer that comes back does not count again."""
+    """How many peers may join with the invitation; a peer that returns does not count again."""
     invites: Annotated[int, Field(ge=0, le=MAX_INVITES)]
     """How many peers each guest may invite in turn; with 0 the guest is not an anchor."""
     last_round: _Round
-    """The last round whose manifest may still take a guest in with this invitation."""
+    """The last round whose manifest may admit a guest with this invitation."""
     inviter: _Peer
     signature: _Signature
     weight: Annotated[int, Field(ge=1, le=MAX_WEIGHT)] = 1
-    """Each guest is trusted with the work of this many ordinary members (mean weights,
-    deal sizes)."""
+    """The work of each guest may count like that of this many ordinary members (mean weights, deal
+    sizes)."""
 
     @cached_property
     def statement(self) -> bytes:
@@ -70,12 +71,12 @@ class Invitation(Strict):
 
     @cached_property
     def name(self) -> str:
-        """The name under which its uses are counted: a digest of all that was signed."""
+        """The name under which its uses are counted: the digest of the signed text."""
         return digest_of(self.statement)
 
     @property
     def cost(self) -> int:
-        """How much of the inviter's quota one guest takes: for itself and for its own guests.
+        """How much of the inviter's quota one guest takes, for itself and for its own guests.
 
         A guest of weight w counts as w.
         """
@@ -101,17 +102,17 @@ class Used(Strict):
 
     last_round: _Round
     peers: tuple[_Peer, ...]
-    """The peers that joined with it, the first before the others."""
+    """The peers that joined with the invitation, in the order of joining."""
 
 
 Uses = Mapping[str, Used]
-"""Name of each used and still valid invitation -> its uses."""
+"""The uses of each used and still valid invitation, by its name."""
 
 
 def invitation_problem(
     invitation: Invitation, peer: str, *, run: str, number: int, uses: Uses, left: float
 ) -> str | None:
-    """Why an invitation does not let this peer in; None when it does [R8].
+    """Why an invitation does not admit this peer; None when it does [R8].
 
     The shell has checked both signatures of the credential.
 
@@ -119,9 +120,9 @@ def invitation_problem(
         invitation: the invitation that the peer has shown.
         peer: the guest.
         run: id of the run.
-        number: training round of the manifest that is to take the peer in.
+        number: training round of the manifest that would admit the peer.
         uses: uses in the parent manifest, and by guests of the same round.
-        left: peers that the inviter may still let in; 0 where it is not an anchor.
+        left: how many peers the inviter may still admit; 0 if it is not an anchor.
     """
     if invitation.run != run and invitation.run.startswith(GATHERING):
         return "the invitation was for the peers with which a run begins, and this run has begun"
@@ -156,7 +157,7 @@ def with_use(uses: Uses, invitation: Invitation, peer: str) -> dict[str, Used]:
 
 
 def still_good(uses: Uses, number: int) -> dict[str, Used]:
-    """The uses that a manifest keeps, by name: those of invitations still valid after the round."""
+    """The uses, by name, of the invitations that are still valid after a round."""
     return {name: used for name, used in sorted(uses.items()) if used.last_round > number}
 
 
@@ -169,7 +170,7 @@ class PrivateInvitation(Strict):
 
     invitation: Invitation
     secret: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = field(repr=False)
-    """Empty where the invitation's key is the guest's own."""
+    """Empty if the invitation's key is the guest's own."""
 
 
 _PRIVATE: TypeAdapter[PrivateInvitation] = TypeAdapter(PrivateInvitation)
@@ -177,7 +178,7 @@ _CREDENTIAL: TypeAdapter[Credential] = TypeAdapter(Credential)
 
 
 def as_text(private: PrivateInvitation) -> str:
-    """The invitation as one line, which `from_text` reads."""
+    """The invitation as one line of text, which `from_text` reads."""
     return _PREFIX + urlsafe_b64encode(_PRIVATE.dump_json(private)).decode().rstrip("=")
 
 
@@ -209,7 +210,7 @@ def credential_bytes(credential: Credential) -> bytes:
 
 
 def credential_of(content: bytes) -> Credential | None:
-    """Reads what `credential_bytes` wrote; None where it is damaged."""
+    """Reads the bytes of `credential_bytes`; None if they are damaged."""
     try:
         return _CREDENTIAL.validate_json(content)
     except ValidationError:

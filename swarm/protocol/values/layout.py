@@ -1,9 +1,9 @@
-"""Maps a unit's bytes to elements of tensors; follows from the run configuration alone.
+"""Maps bytes of units to elements of tensors, by the run configuration alone.
 
 Each expert index has one unit, over all layers, with its tensors concatenated in the order of their
 names. The shared tensors are concatenated likewise, separately for each codec and coding. They are
-then cut into parts of nearly equal size, if need be inside a tensor. Each round of their period
-(`round.shared_every`) has equally many parts. Bytes are little-endian.
+then cut into parts of nearly equal size, if necessary inside a tensor. In each round of the period
+(`round.shared_every`) equally many parts are due. Bytes are little-endian.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Layout:
     Attributes:
         units: parts of the shared tensors (`shared.0`, ...), then experts (`expert.0`, ...).
         shapes: name -> shape of every tensor of the model, shared ones first.
-        moments: what the optimizer has of each tensor of an expert.
+        moments: the optimizer's moments of each tensor of an expert.
     """
 
     units: tuple[experts.UnitLayout, ...]
@@ -75,7 +75,7 @@ def shared_codec(name: str, run: RunConfig) -> Codec:
 
 
 def shared_coding(name: str, run: RunConfig) -> Coding:
-    """The coding of a shared tensor's moves; norms and routers have none."""
+    """The coding of a shared tensor's deltas; norms and routers have no coding."""
     return "none" if experts.travels_exactly(name) else run.wire.shared_coding
 
 

@@ -1,8 +1,8 @@
-"""What a round produced: the manifest, and the orders and quorums that follow from it.
+"""The manifest, which is the result of a round, and the orders and quorums that follow from it.
 
 The chain of manifests is the run. `height` is a manifest's position in the chain; merges and
 reforms count. `round` is the number of training rounds up to the manifest. A "version" is always
-such a number. Rules in brackets, as [R7], are those of swarm/protocol/SAFETY.md.
+the number of a training round. Rules in brackets, as [R7], are those of swarm/protocol/SAFETY.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Sources = Mapping[str, tuple[tuple[str, str], ...]]
 
 
 def packed_sources(sources: Sources, contributors: tuple[str, ...]) -> dict[str, object]:
-    """Sources in their JSON form: a unit to which all contribute has only digests, in base64."""
+    """Sources in their JSON form: only digests, in base64, for a unit to which all contribute."""
     packed: dict[str, object] = {}
     for unit, values in sources.items():
         packed[unit] = values
@@ -54,7 +54,7 @@ def _from_hex(digits: str) -> bytes | None:
 
 
 def sources_from(packed: object, info: ValidationInfo) -> object:
-    """Unpacks what `packed_sources` made; returns anything else as it is, for the type check."""
+    """Unpacks the form of `packed_sources`; other values are left to the type check."""
     contributors = info.data.get("contributors", ())
     if not isinstance(packed, Mapping):
         return packed
@@ -78,8 +78,8 @@ PeerId = str
 Digest = str
 Unit = str
 Wish = str
-"""A member's signature under its wish to leave the run after a manifest, in base64
-(member removal)."""
+"""A member's signature over its wish to leave the run after a manifest, in base64 (member
+removal)."""
 Stretch = tuple[int, int]
 """Samples of the run's text: the number of the first, and the number after the last."""
 Lineage = tuple[tuple[int, tuple[int, str]], ...]
@@ -87,10 +87,10 @@ Code = tuple[tuple[int, tuple[int, str] | tuple[()]], ...]
 
 FOUNDING_GENERATION = "0"
 UNCODED = "none"
-"""The coding of units that travel as values; all other codings are of deltas."""
+"""The coding of units that travel as values; all other codings are for deltas."""
 MAX_MANIFEST_BYTES = 8 * 2**20
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-"""Canonical JSON holds no other numbers."""
+"""A real number in canonical JSON, which has no infinities and no NaN."""
 
 
 class Kind(Enum):
@@ -99,12 +99,12 @@ class Kind(Enum):
     FOUNDING = "founding"  # manifest 0, written by the founder alone
     QUORUM = "quorum"  # an ordinary round, accepted by a quorum of the parent's voters
     MERGE = "merge"  # an expert merge, accepted by a quorum of the parent's voters
-    REFORM = "reform"  # survivors of a lost majority continue, self-asserted
+    REFORM = "reform"  # survivors of a lost majority continue, without a quorum
 
 
 @dataclass(frozen=True)
 class Founding:
-    """What manifest 0 fixes for ever; every later manifest repeats it."""
+    """Facts that manifest 0 fixes for ever; every later manifest repeats them."""
 
     founder: PeerId
     nonce: str
@@ -115,21 +115,21 @@ class Founding:
     """Blob with the held-out tokens, little-endian uint32."""
     validation_bytes: int
     text: Text | None = None
-    """None where every peer has its own text."""
+    """None if every peer has its own text."""
     tokenizer: TokenizerFile | None = None
-    """None for the byte tokenizer: the key is left out then."""
+    """None, and left out of the JSON, for the byte tokenizer."""
 
     @property
     def blobs(self) -> dict[Digest, int]:
-        """Blobs that every member keeps as long as the run lasts, with their sizes."""
+        """Blobs that every member keeps until the run ends, with their sizes."""
         found = {self.config: self.config_bytes, self.validation: self.validation_bytes}
         return found | ({self.tokenizer.digest: self.tokenizer.num_bytes} if self.tokenizer else {})
 
 
 ALL_EXPERTS = 2**11
-"""The room of a machine that holds every expert of a run: no model has more experts."""
+"""The room of a machine that holds every expert of a run; no model has more experts."""
 SEASONED_ROUNDS = 50
-"""A voter that this many rounds have counted is no longer young [R7]."""
+"""Counted rounds of a member are not recorded beyond this number [R7]."""
 
 
 @dataclass(frozen=True)
@@ -139,34 +139,34 @@ class Member:
     silent: int
     """Consecutive rounds in which nothing was heard of this peer (member removal)."""
     capacity: Finite
-    """Relative share of experts it wants to own."""
+    """Relative share of experts that it wants to own."""
     tokens_per_s: Finite = 0.0
-    """Speed of its local steps in the last round that counted it; 0 until one has."""
+    """Speed of its local steps in the last round that counted it; 0 before the first."""
     counted: int = SEASONED_ROUNDS
-    """Rounds that have counted it since it joined, at most `SEASONED_ROUNDS`. Founding voters begin
-    with that number."""
+    """Rounds that have counted it since it joined, at most `SEASONED_ROUNDS`, with which founding
+    voters begin."""
     votes: bool = True
     """Whether it is an elector of the next round; a trainee is not."""
     vouched: bool = True
     """Whether an anchor vouches for it, or the founder took it into manifest 0 [R7]."""
     invites: int = 0
-    """How many peers it may let in; with more than 0 it is an anchor. Left out of the JSON if 0."""
+    """How many peers it may admit; with more than 0 it is an anchor. Left out of the JSON if 0."""
     given: int = 0
-    """How many peers it has let in. Left out of the JSON if 0."""
+    """How many peers it has admitted. Left out of the JSON if 0."""
     room: int = ALL_EXPERTS
-    """How many experts fit its machine, as it says itself (expert ownership). Left out of the JSON
-    if all fit."""
+    """How many experts fit its machine, by its own declaration (expert ownership). Left out of the
+    JSON if all fit."""
     weight: int = 1
-    """An anchor trusts it with the work of this many ordinary members (mean weights, deal sizes);
-    left out of the JSON if 1."""
+    """The work of this member may count like that of this many ordinary members, as an anchor
+    decided (mean weights, deal sizes). Left out of the JSON if 1."""
 
 
 @dataclass(frozen=True)
 class FormerMember:
-    """A vouched member that was removed, or has left: it comes back in its old role [R8]."""
+    """A vouched member that was removed, or left; it may return in its old role [R8]."""
 
     since: int
-    """Training round of the manifest that first lacked it."""
+    """Training round of the first manifest without it."""
     invites: int
     given: int
     weight: int
@@ -181,23 +181,23 @@ class Entry:
     version: int
     """Training round in which the value last changed; a merge keeps it (merge manifests)."""
     source: PeerId
-    """The peer that held the value first."""
+    """The peer that had the value first."""
     codec: str
     base: Digest | None = None
-    """Digest of the previous value: in a merge (merge manifests), and where the value moved by a
-    delta (delta entries)."""
+    """Digest of the previous value, in a merge (merge manifests) or if a delta moved the value
+    (delta entries)."""
     delta: Digest | None = None
     """The delta's blob; None in a merge, and for a unit whose values travel whole."""
     coding: str = UNCODED
-    """How the delta became bytes; left out of the JSON where there is no delta."""
+    """The coding of the delta; left out of the JSON if there is no delta."""
 
 
 @dataclass(frozen=True)
 class Head(Strict):
     """The part of a manifest that says who decides the next one. Its digest is the manifest's id.
 
-    A chain of heads with certificates proves a manifest to a peer that has none of the manifests
-    before it (`swarm.protocol.chain.trust`). Everything else is in the body, which the head names.
+    A chain of heads with certificates proves a manifest to a peer without the manifests before it
+    (`swarm.protocol.chain.trust`). Everything else is in the body, which the head names.
     """
 
     run: str
@@ -210,7 +210,7 @@ class Head(Strict):
     voters: tuple[PeerId, ...]
     """Electors of the next height, in peer-id order. Trainees are in the body alone."""
     anchors: str
-    """Which voters are anchors, the founder among them: bits as hex digits, the first voter is the
+    """Which voters are anchors (or the founder): bits as hex digits, with the first voter as the
     highest bit."""
     contributed: str
     """Which voters contributed, as bits in the same form."""
@@ -253,8 +253,7 @@ class Head(Strict):
     def is_quorum(self, peers: Iterable[PeerId]) -> bool:
         """Whether these peers decide the next round; any two quorums share a voter.
 
-        They do if they are more than half of the voters, or exactly half with the tie-breaker
-        `order[0]`.
+        A quorum is more than half of the voters, or exactly half with the tie-breaker `order[0]`.
         """
         present = frozenset(self.voters).intersection(peers)
         twice, electors = 2 * len(present), len(self.voters)
@@ -276,12 +275,12 @@ class Manifest:
     parent: Digest | None
     founding: Founding
     step: int
-    """Cumulative optimizer steps of the run (local steps count once, not per peer)."""
+    """Cumulative optimizer steps of the run (a step that all peers take counts once)."""
     tokens: int
     """Cumulative tokens of all contributors."""
     merged: int
-    """Merges are done for all intervals up to this number, floor(step / interval)
-    (merge schedule)."""
+    """The number of merge intervals, floor(step / interval), up to which merges are done (merge
+    schedule)."""
     members: Mapping[PeerId, Member]
     contributors: tuple[PeerId, ...]
     """Peers whose shared tensors are in the mean, in peer-id order."""
@@ -291,15 +290,16 @@ class Manifest:
     """Owners of each expert in the next round, in peer-id order."""
     entries: Mapping[Unit, Entry]
     lineage: Lineage = ()
-    """For each reform up to here: (height, (number of its parent's electors in it, generation))."""
+    """For each reform in the ancestry: (height, (number of electors of its parent in it,
+    generation))."""
     work: Mapping[PeerId, int] = field(default_factory=dict)
-    """Tokens of each contributor: its weight in every mean of this round."""
+    """Tokens of each contributor, which decide its weight in the means of this round."""
     cursor: int = 0
     holes: tuple[Stretch, ...] = ()
     dealt: Mapping[PeerId, tuple[Stretch, ...]] = field(default_factory=dict)
-    """The dealt and the open samples of the text, see `swarm.protocol.values.work`."""
+    """The dealt samples of the text, see `swarm.protocol.values.work`."""
     wishes: Mapping[PeerId, Wish] = field(default_factory=dict)
-    """Signed wishes to leave: why members that were heard are no longer listed."""
+    """Signed wishes to leave, of members that were heard but are no longer listed."""
     invited: Mapping[PeerId, Credential] = field(default_factory=dict)
     """Credentials of peers that vote from this manifest on, without ten rounds of work [R8]."""
     invitations: Mapping[Digest, Used] = field(default_factory=dict)
@@ -307,9 +307,10 @@ class Manifest:
     absent: Mapping[PeerId, FormerMember] = field(default_factory=dict)
     """Peers that were members and are still vouched for [R8]."""
     seed: Digest | None = None
-    """Orders the members: in a merge, the parent's seed or digest; None: the manifest's digest."""
+    """Decides the order of members: in a merge, the parent's seed or digest; None: this manifest's
+    digest."""
     reasons: tuple[str, ...] = ()
-    """Why members or owners changed, a sentence each."""
+    """Why members or owners changed, one sentence each."""
 
     @cached_property
     def encoded(self) -> bytes:
@@ -320,7 +321,7 @@ class Manifest:
 
     @cached_property
     def blob(self) -> Digest:
-        """Name of the blob that is the manifest."""
+        """Digest of the manifest's blob."""
         return digest_of(self.encoded)
 
     @cached_property
@@ -356,7 +357,7 @@ class Manifest:
 
     @cached_property
     def deltas(self) -> Mapping[Digest, Unit]:
-        """Deltas by which this manifest moved units; peers that voted for it have them [W6]."""
+        """Deltas by which this manifest moved units. Peers that voted for it have them [W6]."""
         renewed = ((self.entries[unit].delta, unit) for unit in self.sources)
         return {delta: unit for delta, unit in renewed if delta is not None}
 
@@ -385,7 +386,7 @@ class Manifest:
 
     @cached_property
     def trusted(self) -> Mapping[PeerId, int]:
-        """Members that are trusted with the work of several members, and of how many."""
+        """Members whose work may count like that of several members, with that number."""
         return {peer: each.weight for peer, each in self.members.items() if each.weight > 1}
 
     def is_anchor(self, peer: PeerId) -> bool:
@@ -395,7 +396,7 @@ class Manifest:
 
     @cached_property
     def vouched(self) -> frozenset[PeerId]:
-        """Members that anchors vouch for: a majority of the voters in every manifest [R7]."""
+        """Members for which anchors vouch: in every manifest a majority of the voters [R7]."""
         return frozenset(peer for peer, member in self.members.items() if member.vouched)
 
     @property
@@ -404,7 +405,7 @@ class Manifest:
         return self.head.order
 
     def counts(self, peer: PeerId) -> bool:
-        """Whether this manifest itself counted the peer; merges and reforms inherit the list."""
+        """Whether this manifest itself counted the peer; merges and reforms repeat the list."""
         return self.kind is Kind.QUORUM and peer in self.contributors
 
     def is_quorum(self, peers: Iterable[PeerId]) -> bool:
@@ -418,10 +419,10 @@ def leave_statement(run: str, tip: Digest) -> bytes:
 
 
 def is_ancestor(code: Code, of: Code) -> bool:
-    """Whether the manifest of one code is an ancestor of another's, or the same.
+    """Whether the manifest with one code is an ancestor of that with the other code, or the same.
 
-    A reform repeats the height of its parent. So manifests of the old generation beyond that height
-    are not its ancestors.
+    A reform has the same height as its parent. So manifests of the old generation above this height
+    are not ancestors of the reform.
     """
     *lineage, (height, _) = code
     return of[: len(lineage)] == tuple(lineage) and height <= of[len(lineage)][0]
@@ -444,7 +445,7 @@ def _plain(
     | Credential
     | Used,
 ) -> object:
-    """A nested value as JSON has it; takes a third of the time that a copy of it would add."""
+    """A nested value in its JSON form, without a copy, which would take three times as long."""
     if isinstance(value, Founding):
         return {k: each for k, each in vars(value).items() if each or k != "tokenizer"}
     if isinstance(value, Member):
@@ -452,7 +453,7 @@ def _plain(
     if isinstance(value, Entry) and value.coding == UNCODED:
         return {name: each for name, each in vars(value).items() if name != "coding"}
     if isinstance(value, (Invitation, Credential, Used)):
-        return as_plain(value)  # they keep derived values apart from their fields
+        return as_plain(value)  # these cache derived values in their `__dict__`
     return value.value if isinstance(value, Kind) else vars(value)
 
 
@@ -461,7 +462,7 @@ def _packed(bits: Sequence[bool]) -> str:
 
 
 def _bits(packed: str, number: int) -> list[bool]:
-    """Unpacks what `_packed` made of so many bits; anything else counts as no bits."""
+    """Unpacks bits from the form of `_packed`. An invalid form counts as no bits."""
     try:
         bits = f"{int(packed or '0', 16):0{number}b}"
     except ValueError:
@@ -476,7 +477,7 @@ def turn(seed: str, peer: PeerId) -> bytes:
 
 RUN_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}-[0-9a-f]{16}$"
 IS_RUN_ID = re.compile(RUN_ID)
-"""The form of a `run_id`; nothing else may become the name of a folder."""
+"""The form of a `run_id`, which alone may become the name of a folder."""
 
 
 def run_id(name: str, fingerprint: str, founding_manifest: Digest) -> str:

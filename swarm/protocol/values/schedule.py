@@ -28,8 +28,8 @@ def merged_until(step: int, merging: MergingConfig) -> int:
 def merge_due(manifest: Manifest, merging: MergingConfig) -> bool:
     """Whether the next manifest must be a merge (merge schedule).
 
-    Depends on `step` and `merged` alone, never on the manifest's kind or a peer's own count. So it
-    is the same everywhere, and a reform of a due manifest is due as well.
+    The answer depends on `step` and `merged` alone, never on the manifest's kind or a peer's own
+    count. So it is the same at all peers, and a merge is due after a reform of a due manifest too.
     """
     return (
         alpha_at(manifest.step, merging) > 0.0
@@ -44,10 +44,10 @@ class Schedule:
     Attributes:
         experts_every: period of an expert, in training rounds.
         shared_every: period of a part of the shared tensors; above 1 only with `stagger`.
-        stagger: whether units of one kind have different slots; a unit that misses its slot is
-            exchanged later. Otherwise all experts are due in the rounds that are multiples of
-            their period.
-        rounds: training rounds of the run. The last one exchanges all work, not a slice.
+        stagger: whether units of one kind have different slots. An expert that missed its slot is
+            then exchanged in a later round. Otherwise all experts are due in the rounds that are
+            multiples of their period.
+        rounds: training rounds of the run. The last one exchanges all units, not a slice.
     """
 
     experts_every: int = 1
@@ -57,7 +57,7 @@ class Schedule:
 
     @property
     def cycle(self) -> int:
-        """P: the rounds in which every unit is due once, if rounds are slices; else 1.
+        """P: the rounds in which every unit is due once, if rounds are slices; otherwise 1.
 
         Limits that count rounds, such as those on silence, are multiplied by P (member removal,
         expert ownership).
@@ -65,7 +65,7 @@ class Schedule:
         return max(self.shared_every, self.experts_every) if self.stagger else 1
 
     def due(self, tip: Manifest) -> Set[Unit]:
-        """Units that the training round after `tip` exchanges: none without an owner.
+        """Units that the training round after `tip` exchanges, without ownerless experts.
 
         Policy: due units.
         """
@@ -108,7 +108,7 @@ class Schedule:
         )
 
     def _is_overdue(self, tip: Manifest, unit: Unit) -> bool:
-        """Whether an expert's slot has passed without it."""
+        """Whether an expert was not renewed in its last slot."""
         return tip.round + 1 - tip.entries[unit].version > self.experts_every
 
 
@@ -120,7 +120,7 @@ def _with_owners(tip: Manifest) -> Set[Unit]:
 
 @dataclass(frozen=True)
 class _Case:
-    """A cache key that compares the manifest's identity: each offer asks for the same slice."""
+    """A cache key that compares manifests by identity; each offer needs the same slice."""
 
     schedule: Schedule
     name: int = field(init=False)
@@ -140,7 +140,7 @@ def part_slots(codecs: Mapping[Unit, str], every: int) -> dict[Unit, int]:
 
     Policy: slice schedule.
 
-    The k-th of n parts of one codec, which are cuts of equal size, has slot floor(k every / n),
+    The k-th of the n parts of one codec, which are equally large, has slot floor(k every / n),
     where `every` is the period.
     """
     slots: dict[Unit, int] = {}
@@ -151,14 +151,14 @@ def part_slots(codecs: Mapping[Unit, str], every: int) -> dict[Unit, int]:
 
 
 def expert_slots(tip: Manifest, every: int) -> dict[int, int]:
-    """Slots of the experts: consecutive for one owner's experts, and for owners' first ones.
+    """Slots of experts: consecutive for one owner's experts, and for the owners' first experts.
 
     Policy: slice schedule.
 
-    So an owner of `every` experts, or of a multiple of that, sends the same amount in each round.
-    With fewer experts each, all owners together do. If an expert moves, the experts of its old and
-    its new owner get other slots. Experts of other owners get other slots only if one of these two
-    has no other expert.
+    So an owner of `every` experts, or of a multiple, sends equally much in each round. If owners
+    have fewer experts, all owners together do. If an expert moves, the experts of its old and its
+    new owner get other slots. Experts of other owners get other slots only if the old or the new
+    owner has no other expert.
     """
     owners = {expert: owners[0] for expert, owners in tip.owners.items() if owners}
     ranks = {peer: rank for rank, peer in enumerate(sorted(set(owners.values())))}
@@ -172,5 +172,5 @@ def expert_slots(tip: Manifest, every: int) -> dict[int, int]:
 
 
 def _in_order(unit: Unit) -> tuple[int, Unit]:
-    """shared.2 comes before shared.10."""
+    """Sort key with numbers as numbers: shared.2 comes before shared.10."""
     return len(unit), unit

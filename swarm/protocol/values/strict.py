@@ -6,6 +6,6 @@ from pydantic import ConfigDict
 
 
 class Strict:
-    """Base of these dataclasses: unknown keys and other types are errors."""
+    """Base of these dataclasses: unknown keys and wrong types are errors."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)

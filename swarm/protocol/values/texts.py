@@ -15,14 +15,14 @@ TextCount = Annotated[int, Field(ge=1, le=2**48)]
 
 @dataclass(frozen=True)
 class Text(Strict):
-    """The common text of a run, as its founder has it: every peer must have the same.
+    """The common text of a run, by its founder; every peer must have the same text.
 
-    All but the name must be equal; documents and tokens are those that are trained on.
+    All fields but the name must be equal. Documents and tokens are those of the training text.
     """
 
-    # People see the name on their terminals: no control characters.
+    # Terminals show the name, so it must have no control characters.
     name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
-    """Its name for people: a folder's name, or the version of the standard library."""
+    """A name for people: the folder's name, or the version of the standard library."""
     tokenizer: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")]
     digest: Digest
     """Digest of all its training tokens, in order."""

@@ -1,6 +1,6 @@
 """Which samples a peer reads next, and how much its work weighs in means (claimed work). Pure.
 
-The peers agree on who reads which part of the text, so that nothing is read twice.
+The peers agree on which peer reads which samples, so that none is read twice.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from swarm.protocol.values.manifest import Manifest, PeerId, Stretch
 Work = Mapping[PeerId, int]
 """Tokens of each contributor."""
 Trusted = Mapping[PeerId, int]
-"""Weight of each member that an anchor trusts with more than one member's work."""
+"""Weight of each member whose work an anchor lets count like that of several members."""
 MOST = (3, 2)
 """A source weighs at most this fraction times the lower median of the contributors' tokens."""
 LARGEST_SHARE = 3
-"""If there are three or more sources, none has more than 1 / `LARGEST_SHARE` of the weight."""
+"""Of three or more sources, none has more than 1 / `LARGEST_SHARE` of the weight."""
 NOBODY: Trusted = {}
 
 
@@ -27,14 +27,13 @@ def weights(
     """Weights of the sources of a unit, in the order given; None if all are equal.
 
     A source weighs its tokens, but at most 1.5 times the lower median of the contributors' tokens.
-    If there are three or more sources, none has more than a third of the weight. For a member that
-    is vouched for with weight w, the first limit is w times as high, and the second does not hold.
-
-    A late offer brings an expert and names no tokens. So it weighs as much as the lightest other
-    source; if all are late, all weigh the same.
+    Of three or more sources, none has more than a third of the weight. For a member that is vouched
+    for with weight w, the first limit is w times as high, and the second does not hold. A late
+    offer has experts, but no tokens. So it weighs as much as the lightest other source; if all
+    offers are late, all weigh the same.
 
     Args:
-        work: tokens of each contributor; a source that is not in it, or has 0 tokens, is late.
+        work: tokens of each contributor; a source without tokens here made a late offer.
         peers: the sources.
         trusted: trusted members by the manifest before the round.
     """
@@ -48,10 +47,11 @@ def weights(
 
 
 def trained(work: Work, trusted: Trusted = NOBODY) -> int:
-    """Tokens by which a round moves the run and its schedule (claimed work).
+    """Tokens by which a round advances the run and its schedule (claimed work).
 
-    No contributor counts for more than the limit in a mean, nor for more than the second largest.
-    So one member that claims too much moves the schedule no further than another has worked.
+    No contributor counts for more than its limit in a mean, nor for more than the second largest.
+    So a member that claims too much advances the schedule no further than another member has
+    worked.
     """
     each = _each(work, trusted)
     second = sorted(each.values())[-2:][0] if each else 0
@@ -72,15 +72,15 @@ def limited(work: Work, trusted: Trusted = NOBODY) -> dict[PeerId, int]:
 
 
 def _each(work: Work, trusted: Trusted) -> dict[PeerId, int]:
-    """Each contributor's tokens, divided by the number of members that it counts as."""
+    """Each contributor's tokens, divided by its weight as a trusted member."""
     return {peer: max(1, tokens // trusted.get(peer, 1)) for peer, tokens in work.items() if tokens}
 
 
 def _level(weighed: Sequence[int], is_free: Sequence[bool]) -> list[int]:
-    """The weights of three or more sources; those above a third are cut, except free ones.
+    """The weights of three or more sources, cut to a third of the sum, except free weights.
 
-    If one weight is cut, it becomes half of the sum of all others. If two are cut, each becomes the
-    sum of all others.
+    If one weight is cut, it becomes half of the sum of all others. If two weights are cut, each
+    becomes the sum of all others.
     """
     total = sum(weighed)
     bound = sorted((n for n, free in zip(weighed, is_free, strict=True) if not free), reverse=True)
@@ -99,19 +99,19 @@ Counts = Mapping[PeerId, int]
 MAX_SAMPLES = 2**62
 """Samples are numbered below this."""
 MAX_HOLES = 2**16
-"""More holes are refused. In random histories in which members leave by the dozen, N members had at
-most 3 N holes."""
+"""Most holes of a book; more are refused. In random histories with dozens of leaving members, N
+members had at most 3 N holes."""
 
 
 @dataclass(frozen=True)
 class Book:
-    """The dealt and the open samples of the text; see the module's text."""
+    """The dealt samples of the text, and the holes (open samples) before the cursor."""
 
     cursor: int = 0
     holes: Stretches = ()
     """Open samples before the cursor: ascending, disjoint stretches, not empty, not adjacent."""
     dealt: Mapping[PeerId, Stretches] = field(default_factory=dict)
-    """The stretches of each member, in the order in which it reads them."""
+    """The stretches of each member, in reading order."""
 
 
 def book_of(manifest: Manifest) -> Book:
@@ -129,10 +129,11 @@ def next_book(book: Book, counted: Counts, quotas: Counts, *, keeps_rest: bool =
 
     Args:
         book: the parent's book.
-        counted: for each contributor, samples from the front of its deal that entered the round.
+        counted: for each contributor, how many samples from the front of its deal entered the
+            round.
         quotas: for each member of the new manifest, how many samples it is to have.
-        keeps_rest: whether uncounted samples stay with a member, ahead of newly dealt ones. Where
-            rounds overlap, the member may have read them by now (overlapped deals).
+        keeps_rest: whether uncounted samples stay with their member, before newly dealt samples.
+            Where rounds overlap, the member may have read these samples by now (overlapped deals).
     """
     open_, kept = [*book.holes], dict[PeerId, Stretches]()
     for peer, stretches in book.dealt.items():
@@ -146,13 +147,13 @@ def next_book(book: Book, counted: Counts, quotas: Counts, *, keeps_rest: bool =
 
 
 def reformed_book(book: Book, quotas: Counts) -> Book:
-    """The book of a reform: its members continue their deals, so that their work stays valid.
+    """The book of a reform: members keep their deals, so that their work stays valid.
 
     Samples that were dealt to others become open.
 
     Args:
         book: the parent's book.
-        quotas: for each member of the reform, how many samples it gets if it has none.
+        quotas: for each member of the reform, how many samples it gets if it has none yet.
     """
     kept = {peer: stretches for peer, stretches in book.dealt.items() if peer in quotas}
     lost = (each for peer in book.dealt.keys() - kept.keys() for each in book.dealt[peer])
@@ -162,9 +163,9 @@ def reformed_book(book: Book, quotas: Counts) -> Book:
 
 
 def book_problem(book: Book) -> str | None:
-    """Why this is not a valid book, whatever its parent's; None if it is valid.
+    """Why this is no valid book, whatever the parent's book is; None if it is valid.
 
-    Every sample before the cursor is in at most one stretch, and none is at or after it.
+    Every sample before the cursor is in at most one stretch, and none at or after the cursor is.
     """
     if not 0 <= book.cursor < MAX_SAMPLES:
         return f"the cursor is {book.cursor}"
@@ -220,14 +221,14 @@ def split(stretches: Iterable[Stretch], count: int) -> tuple[Stretches, Stretche
 
 
 def _in_turn(first: Stretches, then: Stretches) -> Stretches:
-    """Both one after the other; stretches that touch become one."""
+    """Both sequences one after the other; adjacent stretches become one."""
     if first and then and first[-1][1] == then[0][0]:
         return (*first[:-1], (first[-1][0], then[0][1]), *then[1:])
     return (*first, *then)
 
 
 def _settled(cursor: int, rest: Iterable[Stretch]) -> tuple[int, Stretches]:
-    """Cursor and holes; a hole that ends at the cursor moves the cursor back instead."""
+    """Cursor and holes. A hole that ends at the cursor is removed by moving the cursor back."""
     holes = _joined(rest)
     if holes and holes[-1][1] == cursor:
         return holes[-1][0], holes[:-1]

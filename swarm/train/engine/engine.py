@@ -1,4 +1,4 @@
-"""Engines run the local steps of a peer. Their interface does not depend on where weights lie.
+"""Engines, which run a peer's local steps. Their interface hides where the weights are.
 
 Legend: B sequences, T predicted tokens of a sequence.
 """
@@ -48,7 +48,7 @@ class StepStats:
         skipped: whether loss or gradient was not finite. Such a step changes nothing.
         dropped: choices of experts, in all layers, that exceeded a capacity.
         similarity: mean CKA of experts that got the same tokens. None if not measured.
-        pairs: these experts and their CKA, the most alike first.
+        pairs: the experts behind `similarity` and their CKA, the most similar pair first.
         spike: whether the norm was far above the running mean; see `Guard`.
         workers: figures of each worker process, by rank. Comparisons of two `StepStats` ignore
             them.
@@ -83,7 +83,7 @@ class EngineState:
         updates: the optimizer's common count of updates.
         skipped: steps skipped so far.
         skipped_in_a_row: steps skipped since the last update.
-        scale: of the loss, in fp16.
+        scale: scale of the loss, in fp16.
     """
 
     tensors: Mapping[str, Tensor]
@@ -95,7 +95,7 @@ class EngineState:
 
     @property
     def counts(self) -> Counts:
-        """Counts that differ between states of one engine with a step between them."""
+        """Counts that differ between two states of one engine if there was a step between them."""
         return self.owned, self.updates, self.skipped, self.skipped_in_a_row
 
     def require(self, run: RunConfig) -> None:
@@ -122,37 +122,37 @@ class Engine(Protocol):
 
     @property
     def skipped(self) -> int:
-        """Steps skipped since the engine was made or its state first saved."""
+        """Steps skipped so far; a loaded state brings its count."""
 
     @property
     def intact(self) -> bool:
-        """Whether all masters are those after a whole number of steps, also after an error.
+        """Whether all masters are those after a whole number of steps, even after an error.
 
-        State and values must also be those of the experts in `owned`.
+        State and values must also belong to the experts in `owned`.
         """
 
     def own(self, experts: Sequence[int]) -> None:
         """Trains these experts from now on and freezes all others.
 
-        Values do not change, but the values of newly frozen experts are rounded to the frozen
-        storage's type. Experts that stay owned keep their moments. New ones start with zero
-        moments, and newly frozen ones lose theirs.
+        Values do not change, except that newly frozen experts are rounded to the type of frozen
+        storage. Experts that stay owned keep their moments. Newly owned experts start with zero
+        moments, and newly frozen experts lose theirs.
         """
 
     def count_from(self, updates: int) -> None:
         """Sets the optimizer's count of updates; a joiner starts at the run's cumulative step."""
 
     def before_update(self, wait: Callable[[], None]) -> bool:
-        """Registers a call that the stepping thread makes before a step changes the first value.
+        """Registers a call that the stepping thread makes just before a step changes values.
 
-        A skipped step makes the call too, before it returns, so that the caller may change values
-        then. Until the call another thread may read values and states. All changes of earlier steps
-        are complete when this method returns.
+        A skipped step makes the call too, before it returns; after that the caller may change
+        values. Until the call another thread may read values and states. All changes of earlier
+        steps are complete when this method returns.
 
         Args:
-            wait: waits for the reading thread. If the reading thread itself calls `wait` for lack
-                of memory, `wait` raises MemoryError. The engine cannot make room then, and fails
-                with this error.
+            wait: the registered call, which waits for the reading thread. If the reading thread
+                itself calls it, for lack of memory, it raises MemoryError. Then the engine cannot
+                make room, and fails with this error.
 
         Returns:
             False: this engine cannot be read while it steps, and makes no call.
@@ -168,7 +168,7 @@ class Engine(Protocol):
     ) -> StepStats:
         """One optimizer step on the mean over the batch's micro-batches.
 
-        `controls` influence the routing. Each micro-batch has its `part`. With `masks`,
+        `controls` influence the routing; each micro-batch uses its `part` of them. With `masks`,
         cross-entropy and output z-loss are means over the scored predictions of the batch. The
         router's terms stay means over all tokens.
 
@@ -179,15 +179,15 @@ class Engine(Protocol):
         """
 
     def rehearse(self, tokens_BT1: Tensor) -> None:
-        """Measures the time of the gradients of at most a micro-batch, which are dropped.
+        """Computes, to measure the time, gradients of at most a micro-batch, and drops them.
 
-        No value, moment, count or random state changes. It takes at most the memory of `step`.
+        No value, moment, count or random state changes. At most the memory of `step` is needed.
         """
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Copies of tensors by Hugging Face name, fp32 on the CPU.
 
-        Those of owned experts are copies of the masters.
+        Tensors of owned experts are copies of the masters.
         """
 
     def write(self, named: Mapping[str, Tensor]) -> None:
@@ -201,16 +201,16 @@ class Engine(Protocol):
 
     @property
     def borrows(self) -> bool:
-        """Whether `lend` makes no copy of frozen experts. They should then lie in a mapped file."""
+        """Whether `lend` makes no copy of frozen experts, which should then be in a mapped file."""
 
     def lend(self, named: Mapping[str, Tensor]) -> None:
-        """As `write`, for tensors that nobody changes as long as they exist."""
+        """Like `write`, for tensors that never change as long as they exist."""
 
     def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
         """Copies of the moments of some trained tensors, fp32 on the CPU.
 
-        Each is named by its kind ("exp_avg." and "exp_avg_sq.", or "momentum.") and the requested
-        Hugging Face name.
+        A moment's name is its kind ("exp_avg." and "exp_avg_sq.", or "momentum."), then the
+        requested Hugging Face name.
         """
 
     def write_moments(self, moments: Mapping[str, Tensor]) -> None:
@@ -229,14 +229,14 @@ class Engine(Protocol):
             tokens_BT1: sequences to predict.
             scored_BT: bool, the predictions of each sequence that count, at least one. None for
                 all.
-            agreed: gives values of the owned experts' matrices, by name, that replace their masters
+            agreed: gives values of the owned experts' matrices, by name, that replace the masters
                 during the evaluation. It is called layer by layer, and more than once per matrix.
-                Afterwards every bit of the engine is as before. The replacement takes memory for at
-                most one layer's owned masters and one matrix.
+                After the evaluation every bit of the engine is as before. The replacement needs
+                memory for at most one layer's owned masters and one matrix.
         """
 
     def state_dict(self) -> EngineState:
-        """The private state, as views: the next step changes them. Copy or save at once."""
+        """The private state, as views that the next step changes; copy or save them at once."""
 
     def load_state_dict(self, state: EngineState) -> None:
         """Loads a private state. Frozen experts must be written separately.
@@ -246,7 +246,7 @@ class Engine(Protocol):
         """
 
     def close(self) -> None:
-        """Ends all background work and frees memory. The engine cannot be used afterwards."""
+        """Ends all background work and frees memory. The engine must not be used after that."""
 
 
 def mean_over(
@@ -258,7 +258,7 @@ def mean_over(
     """Mean over all predictions that count, from the means of micro-batches.
 
     Args:
-        means_of: of each micro-batch.
+        means_of: gives the mean of each micro-batch.
         tokens_BT1: sequences to predict.
         scored_BT: the predictions that count, at least one of each sequence. None for all.
         rows: sequences of a micro-batch.

@@ -1,4 +1,4 @@
-"""Options of an engine on one machine. The swarm sees none of them."""
+"""Options of an engine on one machine; other peers do not see them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from swarm.train.engine.optimizer_moments import MomentsFormat
 
 ScheduleName = Literal["1f1b", "gpipe", "interleaved"]
 """1f1b: backward of a micro-batch begins as soon as possible. gpipe: all forward, then all
-backward. interleaved: as 1f1b, but each rank has several chunks of layers.
+backward. interleaved: like 1f1b, but each rank has several chunks of layers.
 """
 
 
 PASS_TOKENS = 32_768
 """The most tokens that pass through the layers of a streaming engine together, unless an option
-sets the number. So many tokens take enough compute to hide the copies."""
+sets the number. Computing this number of tokens takes long enough to hide the copies."""
 
 
 class EngineKind(Enum):
@@ -49,14 +49,14 @@ class EngineOptions:
         moments: storage of the optimizer's moments.
         ep: workers over which the resident engine's experts are distributed (expert parallel). With
             1 each worker holds all experts.
-        tp: workers over which attention is cut by heads: 1 or `ep`. Everything else except experts
-            is cut by tokens over them. These workers share micro-batches.
+        tp: workers over which attention is cut by heads: 1 or `ep`. These workers share
+            micro-batches, and everything but attention and experts is cut over them by tokens.
         pp: workers over which the resident engine's layers are cut, as stages of a pipeline.
-        shards: number of ranks of the same stage over which masters and moments of their common
-            tensors are cut. With 1 each rank holds all of them. Tensors that fewer ranks have in
-            common are cut over these fewer ranks.
-        schedule: of a pipeline. gpipe takes as long as 1f1b, which keeps fewer micro-batches for
-            backward. interleaved waits less and keeps more.
+        shards: number of ranks of a stage over which masters and moments of their common tensors
+            are cut. With 1 each rank holds all of them. A tensor that fewer ranks have in common is
+            cut over these.
+        schedule: schedule of a pipeline. gpipe takes as long as 1f1b, which keeps fewer
+            micro-batches for backward. interleaved waits less and keeps more.
         chunks: runs of layers of each rank of a pipeline. More than one only with "interleaved".
         recompute: layers that backward computes again. The streaming engine always recomputes
             layers, and keeps their routing.
@@ -66,13 +66,13 @@ class EngineOptions:
         activation_checkpoints: where the streaming engine keeps the inputs of layers.
         frozen_folder: where the streaming engine memory-maps its frozen experts. None holds them in
             memory.
-        frozen_lent: whether the frozen experts already lie on disk, as agreed values, and are lent
+        frozen_lent: whether the frozen experts are already on disk, as agreed values, and are lent
             to the engine.
         pass_micro_batches: number of micro-batches that the streaming engine takes through all
             layers together. It adds up the gradients of several such passes on the host. 0 takes
             all.
-        gradient_buffers: number of layers whose gradients host memory holds at once. A number above
-            0 needs clipping by unit. 0 holds the gradients of all layers.
+        gradient_buffers: number of layers whose gradients host memory holds at a time. A number
+            above 0 needs clipping by unit. With 0, host memory holds the gradients of all layers.
         host_threads: threads that update host memory.
     """
 
@@ -103,7 +103,7 @@ class EngineOptions:
 
     @property
     def alike(self) -> tuple[int, int]:
-        """Over how many ranks a shared tensor's state is cut, and over how many an expert's."""
+        """Numbers of ranks over which the state of a shared tensor, and of an expert, is cut."""
         return self.shards, max(1, self.shards // self.ep)
 
     def together(self, run: RunConfig, workers: int) -> int:
@@ -113,14 +113,14 @@ class EngineOptions:
         return min(batches, self.pass_micro_batches or batches)
 
     def evaluated_together(self, run: RunConfig, workers: int) -> int:
-        """As `together`, for a held-out loss."""
+        """Like `together`, for a held-out loss."""
         tokens = run.train.micro_batch_sequences * run.data.sequence_length
         return min(self.together(run, workers), max(1, PASS_TOKENS // tokens))
 
     def is_read_beside(self, run: RunConfig) -> bool:
         """Whether an engine can be read while it steps; see `Engine.before_update`.
 
-        Reading state that is cut over ranks takes operations between them, as steps do.
+        State that is cut over ranks cannot: reading it needs operations between ranks, as steps do.
         """
         if self.shards > 1 or self.tp > 1:
             return False
@@ -133,7 +133,7 @@ class EngineOptions:
         frozen: Literal["run"] | FrozenFormat = "run",
         moments: MomentsFormat = "fp32",
     ) -> EngineOptions:
-        """The same options with this machine's own precision. "run" keeps the run's."""
+        """The same options with the precision of this machine; "run" keeps the run's."""
         return replace(
             self,
             compute=self.compute if compute == "run" else compute,

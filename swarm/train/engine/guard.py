@@ -16,7 +16,7 @@ from swarm.experts import EMBEDDING, layer_of
 from swarm.train.engine.muon import takes_muon
 
 SKIPS_UNTIL_DIVERGED = 3
-"""A peer's training ends after this many steps in a row without a finite loss and gradient."""
+"""A peer's training ends after this many steps in a row whose loss or gradient is not finite."""
 SPIKE = 4.0
 """A gradient norm of this many times its running mean counts as a spike."""
 MEMORY = 0.98
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def unit_of(name: str) -> str:
-    """The unit that a parameter belongs to: "embedding", "layer.N" or "head"."""
+    """The unit of a parameter: "embedding", "layer.N" or "head"."""
     layer = layer_of(name)
     if layer is not None:
         return f"layer.{layer}"
@@ -38,8 +38,9 @@ def unit_of(name: str) -> str:
 def square_sums(gradients: Sequence[Tensor]) -> Tensor:
     """The sum of the squares of each of several fp32 gradients, fp64 [len(gradients)].
 
-    In fp64 the sums of parts give the same fp32 norm as a sum of the whole, however a gradient is
-    cut. Also, an fp32 norm of 2^24 elements is 0.07 % too small on a CPU.
+    With fp64, sums over parts give the same fp32 norm as one sum over the whole, however a gradient
+    is cut. An fp32 sum over 2^24 elements is also inaccurate: on a CPU the norm is 0.07 % too
+    small.
     """
     if gradients[0].is_cuda:
         # A few kernels for all. They add up in fp64 what they read in fp32.
@@ -76,9 +77,9 @@ def clip_factors(
     of a gradient does not change its update. The norms below are those of AdamW's parameters.
 
     global: clip_norm divided by the norm of all gradients, if that norm is larger.
-    unit: the same for each unit (embedding, layer, head) separately, with the limit
-        clip_norm / sqrt(number of units). So the norm of all gradients never exceeds clip_norm. A
-        unit does not need other units' gradients, so it can be updated as soon as it has its own.
+    unit: the same for each unit (embedding, layer, head) separately, with the limit clip_norm /
+        sqrt(number of units). So the norm of all gradients never exceeds clip_norm, and a unit can
+        be updated as soon as its own gradients are there.
     """
     if settings.clip == "global":
         return _factors(norms, settings, settings.clip_norm, scale)
@@ -119,8 +120,8 @@ def _factor(norm: Tensor, limit: float) -> Tensor:
 class LossScale:
     """The factor of the loss that keeps small fp16 gradients from underflow.
 
-    Halves on overflow, doubles after 2000 steps without one. It is always a power of two, so that
-    dividing by it is exact. 1 for the other types.
+    It is halved on overflow, and doubled after 2000 steps without one. It is always a power of two,
+    so that the division is exact. For other types than fp16 it is 1.
 
     Source: Micikevicius et al., arXiv 1710.03740; the numbers are those of torch.amp.GradScaler.
     """
@@ -148,7 +149,7 @@ class Guard:
     """Counts skipped steps and ends training that diverges.
 
     Attributes:
-        scale: of the loss, for the next step.
+        scale: scale of the loss, for the next step.
         skipped: steps skipped so far.
         skipped_in_a_row: steps skipped since the last update.
         spikes: steps whose gradient norm was far above the running mean.
@@ -165,14 +166,14 @@ class Guard:
     def resume(self, skipped: int, skipped_in_a_row: int, scale: LossScale) -> None:
         """Resumes from the counts of a saved state."""
         self.skipped, self.skipped_in_a_row = skipped, skipped_in_a_row
-        # The state of an engine of another type has no scale for fp16.
+        # The state of an engine with another type has no scale for fp16.
         if self._scaled and scale.value > 1:
             self.scale = scale
 
     def finite(self, loss: float, norm: float) -> bool:
-        """Judges a step. False means that the step must change nothing.
+        """Whether loss and gradient of a step are finite. If not, the step must change nothing.
 
-        An fp16 overflow with a finite loss lowers the scale, and is no sign of divergence.
+        An fp16 overflow with a finite loss lowers the scale, and does not count as divergence.
 
         Raises:
             TrainingDiverged: the third skipped step in a row.

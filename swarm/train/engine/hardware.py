@@ -14,8 +14,8 @@ class Processor:
     """The processor that computes on a machine.
 
     Attributes:
-        text: the GPU with its memory, or a note that there is none. "" if nobody looked.
-        remedy: how to make an unused GPU of this machine usable. "" if there is nothing to do.
+        text: the GPU with its memory, or a note that there is no GPU. "" if not examined.
+        remedy: how to make an unused GPU of this machine usable. "" if there is no unused GPU.
     """
 
     text: str = ""
@@ -29,11 +29,11 @@ class Machine:
     With several workers, the figures are those of each worker.
 
     Attributes:
-        device: "cuda", or "cpu" for a machine without GPU, whose device memory is its host memory.
+        device: "cuda"; or "cpu" for a machine without a GPU, where device memory is host memory.
         device_bytes: memory of the GPU.
         host_bytes: memory of the machine.
         disk_bytes: free where the state directory lies.
-        cores: of the CPU.
+        cores: cores of the CPU.
         tflops: matrix products in the compute type.
         bus_gb_s: each way, between pinned memory and GPU.
         updates_g_s: 10^9 parameters that all cores together update in a second.
@@ -52,10 +52,10 @@ class Machine:
 
     @property
     def usable_device(self) -> float:
-        """Device memory without CUDA's context and the fragmentation of an allocator."""
+        """Device memory, minus CUDA's context and an allowance for fragmentation."""
         return 0.94 * self.device_bytes - 0.7 * GIGABYTE
 
     @property
     def usable_host(self) -> float:
-        """Host memory without the system and other programs on the machine."""
+        """Host memory, minus an allowance for the system and other programs."""
         return self.host_bytes - max(1.0 * GIGABYTE, 0.05 * self.host_bytes)

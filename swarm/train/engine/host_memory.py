@@ -26,12 +26,12 @@ from swarm.train.engine.ranks import COLLECTIVE_S, Disconnected, Ranks
 
 
 def return_free_memory() -> None:
-    """Returns freed memory to the system, also from the middle of the heap.
+    """Returns freed memory to the system, even from the middle of the heap.
 
     glibc keeps freed blocks below 32 MiB. Without this call, memory that one phase of a round has
-    freed adds to the peak of the next: a model of 83 M parameters took 1.3 to 1.5 times its plan.
-    Returning each block as it is freed (M_MMAP_THRESHOLD) costs a quarter to a third of a
-    step's time on a CPU. Other C libraries are left alone.
+    freed adds to the peak of the next phase: a model of 83 M parameters took 1.3 to 1.5 times its
+    plan. The alternative, to return each block when it is freed (M_MMAP_THRESHOLD), costs a quarter
+    to a third of a step's time on a CPU. With other C libraries this function does nothing.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -39,11 +39,10 @@ def return_free_memory() -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """As a context, counts the storages that operations of this thread make, and their peak.
+    """A context that counts the storages which operations of this thread make, and their peak.
 
-    Memory within a single operation is not counted. Neither is memory of other threads, which
-    update pieces on the host and need some 8 MB. Source: the idea of
-    torch.distributed._tools.mem_tracker.
+    Not counted are memory within a single operation, and memory of other threads, which update
+    pieces on the host and need some 8 MB. Source: the idea of torch.distributed._tools.mem_tracker.
 
     Attributes:
         now: bytes alive.
@@ -84,7 +83,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 ALIGNMENT = 256
-"""Bytes. Grouped products and copy engines are fast at multiples of this."""
+"""Alignment in bytes, at which grouped products and copy engines are fast."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +137,8 @@ class Packing:
 class Arena:
     """A block of host memory of exactly the requested size, optionally pinned or in a file.
 
-    `pin_memory()` of a tensor rounds up to a power of two. This class does not. The system may drop
-    a file's pages from memory at any time, and reads them again on access.
+    `pin_memory()` of a tensor rounds up to a power of two, which this class avoids. The system may
+    drop pages of a file from memory at any time, and reads them again on access.
 
     Attributes:
         buffer: uint8 [num_bytes].
@@ -172,12 +171,12 @@ class Arena:
 
     def _pin(self) -> None:
         address, num_bytes = self.buffer.data_ptr(), self.buffer.nbytes
-        # Torch binds an enumeration that names none of the errors.
+        # Torch's enumeration of errors has no names, so the number is used.
         code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
         if code != 0:
             _take_error()
             raise MemoryError(f"{num_bytes} bytes of host memory cannot be pinned ({code})")
-        # Nobody closes an engine that could not be made.
+        # Unpins also for an engine that could not be made, since that is never closed.
         unpin = weakref.finalize(self, _unregister, address)
         unpin.atexit = False
         self._unpin = unpin
@@ -190,11 +189,11 @@ class Arena:
 class HostMemory:
     """Allocates the host memory of an engine, for one process alone.
 
-    `SharedMemory` allocates memory for several processes, which all make the same calls. All of
-    them see each allocated piece, and one of them writes values there.
+    `SharedMemory` allocates for several processes, which all make the same calls. All processes see
+    each allocated piece, and one of them writes the values.
 
     Attributes:
-        rank: of this process among those that share the memory.
+        rank: rank of this process among those that share the memory.
         size: number of these processes.
     """
 
@@ -202,7 +201,7 @@ class HostMemory:
 
     @property
     def writes(self) -> bool:
-        """Whether this process is the one that writes values, apart from updates."""
+        """Whether this process writes the values, apart from updates."""
         return self.rank == 0
 
     def take(self, num_bytes: int, *, pinned: bool = False, file: Path | None = None) -> Arena:
@@ -210,15 +209,15 @@ class HostMemory:
         return Arena(num_bytes, pinned=pinned, file=file)
 
     def settle(self, *, failed: bool = False) -> bool:
-        """Waits until all processes call it, and returns whether one of them has failed."""
+        """Waits until all processes have made this call; returns whether one of them has failed."""
         return failed
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Holds the other processes back until the writing process has left this context.
+        """Makes the other processes wait until the writing process has left this context.
 
         Raises:
-            CorruptState: in the other processes, if the writing one has failed.
+            CorruptState: raised in the other processes if the writing process failed.
         """
         failed = True
         try:
@@ -255,14 +254,14 @@ def _mapped_file(file: Path, num_bytes: int) -> Tensor:
 
 
 POLL_S = 0.0005
-"""Short against updates of a unit, which take milliseconds and more."""
+"""Interval of polling; short compared with updates of a unit, which take milliseconds."""
 
 
 class SharedMemory(HostMemory):
-    """As `HostMemory`. Allocation is an operation of all ranks, and new memory holds zeros."""
+    """`HostMemory` of several ranks. All ranks allocate together; new memory has zeros."""
 
     def __init__(self, ranks: Ranks) -> None:
-        """`ranks`: all on this machine."""
+        """`ranks`: must all be on this machine."""
         self._ranks = ranks
         self.rank, self.size = ranks.rank, ranks.size
 
@@ -277,7 +276,7 @@ class SharedMemory(HostMemory):
         assert file is None, "frozen experts on disk have no common file"
         with self._piece(num_bytes) as (path, is_it):
             found = Arena.of(_mapped(path, num_bytes) if is_it else torch.empty(0), pinned=pinned)
-            # Once all ranks have opened the piece, the first one may close it.
+            # The first rank may close the piece once all ranks have opened it.
             if self.settle(failed=not is_it):
                 raise ConfigError(
                     "the workers share no memory, but stream from one host copy",
@@ -299,13 +298,13 @@ class SharedMemory(HostMemory):
 
     @contextlib.contextmanager
     def _piece(self, num_bytes: int) -> Iterator[tuple[str, bool]]:
-        """Yields the path of a new piece, open during the context, and whether it exists here."""
+        """Yields the path of a new piece, open in the block, and whether it exists here."""
         token, descriptor = secrets.randbits(48), -1
         try:
             if self.rank == 0:
                 descriptor = _made(token, num_bytes)
             mine = [os.getpid(), descriptor, token] if self.rank == 0 else [0, 0, 0]
-            # Whole numbers below 2^53 are sent exactly.
+            # fp64 carries whole numbers below 2^53 exactly.
             told = self._ranks.united(torch.tensor(mine, dtype=torch.float64))
             pid, number, token = map(int, told.tolist())
             path = f"/proc/{pid}/fd/{number}"
@@ -334,7 +333,7 @@ def _name(token: int) -> str:
 
 
 def _is_piece(path: str, token: int) -> bool:
-    """Whether a path leads to the piece of the first rank, not to a file of another machine."""
+    """Whether a path is the piece of the first rank, not a file of another machine."""
     try:
         return _name(token) in os.readlink(path)
     except OSError:

@@ -30,8 +30,8 @@ def schedule_step(tip_step: int, local_step: int, run: RunConfig) -> int:
     """The position of a peer's local step in the schedule, from its tip's cumulative steps.
 
     In the exact mode, every local step is a step of the run. With `round.seconds` the run's steps
-    follow the tokens of all peers, and are the same for fast and slow peers. The whole round then
-    has the position of the tip's step.
+    follow from the tokens of all peers, and are the same for fast and slow peers. So all local
+    steps of a round have the position of the tip's step.
     """
     return tip_step if run.round.seconds else tip_step + local_step
 
@@ -45,8 +45,8 @@ def routing_controls_at(
         step: the run's cumulative steps so far.
         run: gives the settings and the length of the schedule.
         peer: id of the peer.
-        sample: number of the first sample of its batch. With the peer's id it gives each step its
-            own noise.
+        sample: number of the first sample of its batch; with the peer's id, it determines the
+            step's noise.
         probe: whether the similarity of experts is measured in this step even if the loss does not
             use it.
     """
@@ -81,8 +81,8 @@ class RoutingStats:
         dropped: share of the choices of experts that exceeded a capacity.
         similarity: mean CKA of experts that got the same tokens, in the last step that measured it.
             None if no step did.
-        shares: permille of all choices, over the layers, of each expert. Rounded, but 0 only for
-            experts without any choice.
+        shares: each expert's permille of all choices, over the layers; rounded, but 0 only for
+            experts without a choice.
         pairs: pairs of experts with their CKA, the most similar first, of the same step as
             `similarity`.
     """
@@ -121,7 +121,7 @@ class Task:
     """The work of a peer in a round.
 
     Attributes:
-        peer: its id.
+        peer: id of the peer.
         step: the run's cumulative steps at the tip.
         dealt: the samples for it to read, as stretches in reading order.
         batch_tokens: tokens per step.
@@ -142,10 +142,11 @@ class LocalStats:
     Attributes:
         steps: steps done, skipped ones included.
         tokens: predicted tokens.
-        seconds: their duration.
+        seconds: duration of these steps.
         skipped: steps that changed nothing because loss or gradient was not finite.
         loss: mean of the finite losses. None if there were none.
-        cross_entropy: mean of the finite cross-entropies in nats per token. None likewise.
+        cross_entropy: mean of the finite cross-entropies in nats per token. None if there were
+            none.
         completed: False if `stop` ended the loop early.
         routing: distribution of its tokens over the experts. None without a finite step.
         workers: figures of each worker process over all of the steps, by rank.
@@ -162,7 +163,7 @@ class LocalStats:
     workers: tuple[RankFigures, ...] = ()
 
     def after(self, before: LocalStats | None) -> LocalStats:
-        """The same with earlier steps of the round added. Losses do not include these."""
+        """The sum with earlier steps of the round; the losses are those of the later steps."""
         if before is None:
             return self
         return replace(
@@ -191,12 +192,13 @@ def train_local_steps(
         loader: reads the samples of the task.
         run: gives the schedule.
         task: the samples, and the position in the run.
-        left: called before each step with the steps of this call and their seconds. It returns the
-            number of further steps, and 0 ends the loop.
-        stop: called before each step. True ends the loop early, as when the tip has moved.
+        left: called before each step with the steps done in this call and their seconds. It returns
+            the number of further steps; 0 ends the loop.
+        stop: called before each step. True ends the loop early, for example because the tip has
+            changed.
         on_step: called after each step with its number and statistics. The number is the run's
-            steps at the tip plus the local steps since. In the exact mode, this is the number of
-            the step in the run.
+            steps at the tip plus the local steps since, which in the exact mode is the step's
+            number in the run.
 
     Raises:
         TrainingDiverged: three steps in a row were not finite.

@@ -25,9 +25,9 @@ class Bus:
     """The link between the GPUs of one machine.
 
     Attributes:
-        name: of the kind of link.
-        gpu_gb_s: each way, of one GPU.
-        mixed_gb_s: of all GPUs of a machine together, when each GPU sends to all others.
+        name: name of the kind of link.
+        gpu_gb_s: rate of one GPU, each way.
+        mixed_gb_s: rate of all GPUs of a machine together, when each GPU sends to all others.
     """
 
     name: BusName
@@ -35,13 +35,13 @@ class Bus:
     mixed_gb_s: float = inf
 
 
-# NVLink 4 has 18 links of 25 GB/s each way, 450 GB/s (NVIDIA H100 data sheet). NCCL counts
-# 20.6 a link (SM90_NVLINK_BW in its src/graph/topo.h). A switch carries the full rate of all GPUs.
+# NVLink 4 has 18 links of 25 GB/s each way, 450 GB/s (NVIDIA H100 data sheet). NCCL assumes 20.6 a
+# link (SM90_NVLINK_BW in its src/graph/topo.h). A switch carries the full rate of all GPUs.
 NVLINK = Bus("nvlink", 18 * 20.6)
-# PCIe 4 x16 has 32 GB/s each way. NCCL counts 24 of them, twice its PCI_BW of generation 3. It
-# counts 24 each way between the sockets of an EPYC too (AMD_ZEN34_BW). In an exchange of all GPUs
-# with all, a quarter of the bytes goes from one socket to the other. Without peer access bytes pass
-# through the host, and the rate is lower.
+# PCIe 4 x16 has 32 GB/s each way. NCCL assumes 24 GB/s, twice its PCI_BW of generation 3, and also
+# 24 GB/s each way between the sockets of an EPYC (AMD_ZEN34_BW). When all GPUs exchange bytes, a
+# quarter of the bytes goes from one socket to the other. Without peer access bytes pass through the
+# host, and the rate is lower.
 PCIE = Bus("pcie", 24.0, 4 * 24.0)
 BUSES: dict[BusName, Bus] = {bus.name: bus for bus in (NVLINK, PCIE)}
 
@@ -52,9 +52,9 @@ class Fabric:
 
     Attributes:
         size: number of ranks.
-        per_node: in each machine, at most.
-        bus: within a machine.
-        between_gb_s: each way, of one machine to all others.
+        per_node: most ranks in a machine.
+        bus: bus within a machine.
+        between_gb_s: rate of one machine to all others, each way.
     """
 
     size: int = 1
@@ -72,7 +72,7 @@ class Fabric:
 
         Args:
             parts: sets of ranks that exchange at the same time.
-            leaving: bytes that leave each rank. A rank that is alone in its part sends nothing.
+            leaving: bytes that each rank sends. A rank that is alone in its part sends nothing.
         """
         near, far = [0.0] * self.size, [0.0] * self.size
         for part in parts:
@@ -93,7 +93,7 @@ class Fabric:
         return self._seconds(near, far)
 
     def _seconds(self, near: Sequence[float], far: Sequence[float]) -> float:
-        """The slower of bus and network, since bytes pass over both at once."""
+        """Seconds of the slower of bus and network, which are used at the same time."""
         bus_s = max(near) / (self.bus.gpu_gb_s * 1e9)
         return max(bus_s, max(self._sums(far)) / (self.between_gb_s * NETWORK_SHARE * 1e9))
 
@@ -102,7 +102,7 @@ class Fabric:
         return [sum(of_ranks[start : start + self.per_node]) for start in starts]
 
     def __str__(self) -> str:
-        """In words."""
+        """The ranks in words."""
         here = min(self.size, self.per_node)
         words = f"{here} in a machine over {self.bus.name}" if here > 1 else "one in a machine"
         if self.nodes == 1:
@@ -111,7 +111,7 @@ class Fabric:
 
 
 ALONE = Fabric()
-"""One rank."""
+"""The fabric of a single rank."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,10 @@ class Cut:
     """The stages of a pipeline.
 
     Attributes:
-        stages: of each rank. Every layer is in one stage.
+        stages: stages of each rank. Every layer is in one stage.
         shares: each stage's part of the operations of a step. They sum to 1.
         slot: the slowest chunk's part of the operations. Without chunks, the slowest stage's part.
-        reason: in a sentence.
+        reason: reason of the cut, in a sentence.
     """
 
     stages: tuple[Stage, ...]
@@ -132,14 +132,14 @@ class Cut:
 
 
 def bubble_of(stages: int, micro_batches: float, chunks: int = 1) -> float:
-    """The part of a pipeline's time in which a stage waits: (p - 1) / (v m + p - 1).
+    """The share of a pipeline's time in which a stage waits: (p - 1) / (v m + p - 1).
 
-    This holds for stages of equal duration. It is the same for gpipe and 1f1b, which have one chunk
-    (Narayanan et al., arXiv 2104.04473, section 2.2, there as a part of the compute time).
+    This holds for stages of equal duration, and equally for gpipe and 1f1b, which have one chunk
+    (Narayanan et al., arXiv 2104.04473, section 2.2, there as a share of the compute time).
 
     Args:
         stages: ranks of the pipeline, p.
-        micro_batches: that flow through the pipeline, m. May be a mean.
+        micro_batches: number of micro-batches that go through the pipeline, m. May be a mean.
         chunks: runs of layers that each rank has, v.
     """
     return (stages - 1) / (chunks * micro_batches + stages - 1)
@@ -149,11 +149,11 @@ def flows_of(micro_batches: int, stages: int) -> tuple[int, ...]:
     """The micro-batches that an interleaved pipeline takes in one pass of its schedule.
 
     Torch's schedule takes micro-batches in equal rounds, so max(1, m // p) must divide their
-    number. For other numbers, the micro-batches beyond a multiple of the stages form a second pass,
-    so that gradients are added up in the same order.
+    number. For other numbers, the micro-batches beyond a multiple of the stages form a second pass.
+    So gradients are added up in the same order.
 
     Args:
-        micro_batches: of the pipeline, m.
+        micro_batches: number of micro-batches of the pipeline, m.
         stages: p.
     """
     if micro_batches % max(1, micro_batches // stages) == 0:
@@ -168,7 +168,7 @@ def cut_of(run: RunConfig, num_owned: int, stages: int, chunks: int = 1) -> Cut:
     Args:
         run: the model.
         num_owned: experts that the peer trains.
-        stages: at least one.
+        stages: number of stages, at least one.
         chunks: runs of layers that each stage has. With two stages of two chunks, the first stage
             has the first and third quarter of the layers. Each chunk has at least one layer.
     """
@@ -192,11 +192,11 @@ def cut_of(run: RunConfig, num_owned: int, stages: int, chunks: int = 1) -> Cut:
 def cut_evenly(costs: Sequence[float], stages: int) -> tuple[range, ...]:
     """Cuts a row of costs into consecutive parts so that the largest sum is as small as possible.
 
-    Among such cuts, the one with the least sum of squares is taken, so the other parts are even
-    too.
+    Of several such cuts, the cut with the least sum of squares is taken, so that the other parts
+    are even too.
 
     Args:
-        costs: of each item, above 0.
+        costs: cost of each item, above 0.
         stages: number of parts, at most the number of items. Each part has at least one item.
     """
     assert 0 < stages <= len(costs), (stages, len(costs))
@@ -227,7 +227,7 @@ def _cut_evenly(costs: tuple[float, ...], stages: int) -> tuple[range, ...]:
 
 
 def _parts(sums: Sequence[float], limit: float) -> float:
-    """The least number of consecutive parts whose sums stay within a limit."""
+    """The least number of consecutive parts with sums within a limit."""
     number, start = 0, 0
     while start < len(sums) - 1:
         stop = start
@@ -245,7 +245,7 @@ Sets = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of a peer, in groups of equal size. A seat is the place of a rank in its group.
+    """The ranks of a peer, in groups of equal size. The seat of a rank is its place in its group.
 
     Attributes:
         size: number of ranks.
@@ -266,17 +266,17 @@ class Mesh:
 
     @property
     def width(self) -> int:
-        """Ranks of a group. Together they hold every layer and expert once."""
+        """Number of ranks of a group, which together hold every layer and expert once."""
         return self.ep * self.pp
 
     @property
     def replicas(self) -> Sets:
-        """The ranks of each seat. They hold the same tensors."""
+        """The ranks of each seat, which hold the same tensors."""
         return tuple(tuple(range(seat, self.size, self.width)) for seat in range(self.width))
 
     @property
     def sharers(self) -> Sets:
-        """The ranks of each stage of each group. They share the experts of its layers."""
+        """The ranks of each stage of each group, which share the experts of the stage's layers."""
         return tuple(tuple(range(at, at + self.ep)) for at in range(0, self.size, self.ep))
 
     @property
@@ -288,7 +288,7 @@ class Mesh:
 
     @property
     def stages(self) -> Sets:
-        """The ranks of each stage in all groups. They hold the same shared tensors."""
+        """The ranks of each stage in all groups, which hold the same shared tensors."""
         ranks = range(self.size)
         return tuple(
             tuple(rank for rank in ranks if self.stage(rank) == stage) for stage in range(self.pp)
@@ -296,12 +296,12 @@ class Mesh:
 
     @property
     def streams(self) -> Sets:
-        """Ranks with different micro-batches: all of a stage, unless some share micro-batches."""
+        """Ranks with different micro-batches: all of a stage, unless some share them."""
         return self.stages if self.tp == 1 else self.replicas
 
     @property
     def ends(self) -> Sets:
-        """First and last rank of each pipeline as one set, each other rank as a set of its own."""
+        """First and last rank of each pipeline as a set, every other rank as a separate set."""
         if self.pp == 1:
             return tuple((rank,) for rank in range(self.size))
         both = [(ranks[0], ranks[-1]) for ranks in self.pipelines]
@@ -324,7 +324,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Dealing:
-    """Which seat of a group holds which experts.
+    """The experts that each seat of a group holds.
 
     Attributes:
         owned: the experts of each seat that this peer trains, ascending.
@@ -336,7 +336,7 @@ class Dealing:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """All experts, seat after seat, the owned ones of each seat first."""
+        """All experts, seat after seat, the owned experts of each seat first."""
         seats = zip(self.owned, self.frozen, strict=True)
         return tuple(expert for owned, frozen in seats for expert in (*owned, *frozen))
 
@@ -347,7 +347,7 @@ class Dealing:
 
     @property
     def seats(self) -> dict[int, int]:
-        """Expert -> seat."""
+        """The seat of each expert."""
         kinds = (self.owned, self.frozen)
         return {e: seat for kind in kinds for seat, experts in enumerate(kind) for e in experts}
 
@@ -364,12 +364,12 @@ def deal(
 
     Owned and frozen experts cost different memory, so each kind is spread evenly: two seats differ
     by at most one expert of a kind. As few experts as possible change their seat. Experts that have
-    just become owned or frozen change first, because an expert that stays owned has moments to
-    move.
+    just become owned or frozen change first, since moving an expert that stays owned means moving
+    its moments too.
 
     Args:
         owned: the experts that this peer trains.
-        num_experts: of a layer.
+        num_experts: number of experts of a layer.
         ep: number of seats.
         former: the present dealing. None if there is none.
     """
@@ -388,10 +388,10 @@ def _dealt(
     """Deals the experts of one kind.
 
     Args:
-        experts: of this kind, ascending.
+        experts: experts of this kind, ascending.
         seats: the present seats of experts.
         settled: experts that were of this kind before.
-        taken: the number of experts of the other kind of each seat. Seats with few come first.
+        taken: number of experts of the other kind at each seat. Seats with few are filled first.
     """
     ep = len(taken)
     there: list[list[int]] = [[] for _ in range(ep)]
@@ -399,7 +399,7 @@ def _dealt(
         if expert in seats:
             there[seats[expert]].append(expert)
     least, more = divmod(len(experts), ep)
-    # The extra experts go to the seats that already hold most. Each one saves a move.
+    # Extra experts go to the seats that already hold most, since each one there saves a move.
     first = sorted(range(ep), key=lambda seat: (-len(there[seat]), taken[seat], seat))[:more]
     room = [least + (seat in first) for seat in range(ep)]
     kept = [there[seat][: room[seat]] for seat in range(ep)]

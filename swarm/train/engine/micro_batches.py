@@ -1,4 +1,4 @@
-"""A batch as engines compute it: its parts, its masks, and the routing of its tokens."""
+"""A batch as engines compute it: micro-batches, masks, and figures on the routing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         tokens_BT1: the original tokens.
-        masked: on the device that computes.
+        masked: masks of the micro-batch, on the device that computes.
     """
 
     tokens_BT1: Tensor
@@ -48,7 +48,7 @@ def micro_batches(
 
 
 def num_masked(masks: Masks | None) -> int:
-    """The number of predictions of a batch that are not in its loss."""
+    """The number of a batch's predictions that are not in the loss."""
     return 0 if masks is None or masks.scored_BT is None else int((~masks.scored_BT).sum())
 
 
@@ -75,7 +75,7 @@ class Routed:
             self._pairs.append((losses.pair_P2, losses.alike_P))
 
     def fields(self) -> dict[str, Any]:
-        """The fields of `StepStats` that are about routing."""
+        """The fields of `StepStats` about routing."""
         alike = self._similarities
         return {
             "expert_tokens": tuple(tuple(layer) for layer in self.tokens_LE.tolist()),

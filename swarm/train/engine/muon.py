@@ -1,7 +1,8 @@
 """Muon: the update of a matrix is its momentum, with all singular values brought near 1.
 
 Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024). The scale
-of the update is that of Liu et al., arXiv 2502.16982. It lets Muon use AdamW's learning rates.
+of the update is that of Liu et al., arXiv 2502.16982. With this scale Muon can use AdamW's learning
+rates.
 
 Shapes: R rows and C columns of a matrix.
 """
@@ -21,7 +22,7 @@ MOMENTUM_DECAY = 0.95
 """Decay of the momentum, which is a running mean of gradients."""
 NEWTON_SCHULZ_STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of s, s^3 and s^5 in the polynomial that a step applies to each singular value s."""
+"""Coefficients of s, s^3 and s^5 in the polynomial that a step applies to each singular value s."""
 SMALLEST_NORM = 1e-7
 
 
@@ -36,7 +37,7 @@ def update_bytes(rows: int, columns: int, itemsize: int) -> int:
     Args:
         rows: R.
         columns: C.
-        itemsize: of an element in the products: 4 on a CPU, 2 on a GPU.
+        itemsize: bytes of an element in the products: 4 on a CPU, 2 on a GPU.
     """
     side = min(rows, columns)
     return 4 * rows * columns + itemsize * (2 * rows * columns + 2 * side * side)
@@ -60,7 +61,7 @@ def update_matrix(
     """One update, in place, in fp32; only the products on a GPU are in bf16.
 
     Raises:
-        TrainingDiverged: the momentum is not finite. The matrix is unchanged then.
+        TrainingDiverged: the momentum is not finite. The matrix does not change.
     """
     update_RC = direction(nesterov(gradient_RC, momentum_RC))
     require_finite(update_RC, name)
@@ -86,7 +87,7 @@ def direction(momentum_RC: Tensor) -> Tensor:
 
 
 def require_finite(update_RC: Tensor, name: str) -> None:
-    """Raises TrainingDiverged if a direction is not finite: its momentum was not finite either."""
+    """Raises TrainingDiverged if a direction, and so its momentum, is not finite."""
     if not update_RC.sum().isfinite():
         raise TrainingDiverged(
             f"the momentum of {name} is not finite; nothing of this step was offered to the swarm",

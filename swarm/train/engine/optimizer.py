@@ -1,4 +1,4 @@
-"""Fused AdamW, or Muon with AdamW, for a peer's tensors; experts keep their moments."""
+"""Fused AdamW, or Muon with AdamW, for a peer's changing set of tensors."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from swarm.train.engine.optimizer_moments import (
 from swarm.train.engine.tensor_file import Form, forms_of
 
 PIECE = 2**21
-"""Elements that a CPU thread updates at once.
-
-The update of a piece takes some 5 ms. Python prepares it in 0.1 ms, under its global lock.
+"""Elements that a CPU thread updates at a time. The update of a piece takes some 5 ms, of which
+Python needs 0.1 ms under its global lock.
 """
 PIECE_GPU = 2**24
 OPTIMIZERS = {ADAMW_MOMENTS: "AdamW", MUON_MOMENTS: "Muon"}
@@ -34,11 +33,11 @@ OPTIMIZERS = {ADAMW_MOMENTS: "AdamW", MUON_MOMENTS: "Muon"}
 
 
 class OwnedOptimizer:
-    """The optimizer of a changing set of parameters, under one common count of updates.
+    """The optimizer of a changing set of parameters, with one common count of updates.
 
     With `optimizer.kind = "muon"` Muon updates matrices, and AdamW all else. Weight decay applies
-    to all trained tensors (norms and embeddings too). It never applies to a frozen expert, which
-    has no parameter here. Source: Loshchilov and Hutter, arXiv 1711.05101; for Muon see `muon`.
+    to all trained tensors (norms and embeddings too). It never applies to frozen experts, which
+    have no parameters here. Source: Loshchilov and Hutter, arXiv 1711.05101; for Muon see `muon`.
 
     Attributes:
         updates: number of updates for bias correction, common to all parameters. A newly owned
@@ -76,7 +75,8 @@ class OwnedOptimizer:
         leave are freed. Moments of new experts are zero.
 
         Args:
-            parameters: by name. Owned experts are stacks whose row k is expert `owned[k]`.
+            parameters: the parameters by name. Owned experts are stacks whose row k is expert
+                `owned[k]`.
             owned: the experts behind the stacks' rows.
         """
         old, old_owned = self._moments, self._owned
@@ -107,10 +107,11 @@ class OwnedOptimizer:
         new.copy_row(row, old, old_row)
 
     def update(self, lr: float) -> None:
-        """One update. All gradients must be there, and are freed afterwards.
+        """Makes one update. All gradients must be there; they are freed after it.
 
         Raises:
-            TrainingDiverged: a matrix's momentum is not finite; some tensors may be updated then.
+            TrainingDiverged: a matrix's momentum is not finite; other tensors may already be
+                updated.
         """
         assert self._parameters, "nothing to train: call follow first"
         update = self.next_update(lr)
@@ -141,7 +142,7 @@ class OwnedOptimizer:
         return Update(self._settings, lr, self.updates + 1)
 
     def pieces(self) -> list[Piece]:
-        """All parameters in pieces that can be updated independently; Muon's are whole matrices."""
+        """All parameters in independently updated pieces; Muon's pieces are whole matrices."""
         return self._pieces_of(self._parameters)
 
     def _pieces_of(self, names: Iterable[str]) -> list[Piece]:
@@ -167,9 +168,9 @@ class OwnedOptimizer:
         *,
         direction_RC: Tensor | None = None,
     ) -> None:
-        """Updates a piece by its fp32 gradient. Threads may update different pieces at once.
+        """Updates a piece by its fp32 gradient. Threads may update different pieces in parallel.
 
-        The caller adds to `updates` once all pieces are done.
+        The caller raises `updates` once all pieces are updated.
 
         Raises:
             TrainingDiverged: see `update`.
@@ -205,7 +206,7 @@ class OwnedOptimizer:
         return views
 
     def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Copies of the moments of `names`, as far as they are here, in fp32 on the CPU.
+        """Copies of the moments of those `names` that are here, in fp32 on the CPU.
 
         Returns:
             Named as in `state`: the kind of the moment and a dot before the tensor's name.
@@ -219,7 +220,7 @@ class OwnedOptimizer:
         return found
 
     def write_moments(self, values: Mapping[str, Tensor]) -> None:
-        """Overwrites moments, as far as their tensors are here.
+        """Overwrites the moments of tensors that are here.
 
         `values` has the form of the result of `read_moments`.
         """
@@ -233,7 +234,7 @@ class OwnedOptimizer:
                 moments.store(row, slice(0, math.prod(shape)), each, seed=0)
 
     def _rows(self) -> dict[str, tuple[Moments, int, torch.Size]]:
-        """The place of each tensor's moments: storage, row, shape of the tensor."""
+        """Where each tensor's moments are: storage, row, and the tensor's shape."""
         rows = {}
         for name, parameter in self._parameters.items():
             experts = stacked_tensors(name, self._owned)
@@ -264,10 +265,10 @@ class OwnedOptimizer:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Loads masters and moments, named as in `state`, in any format.
 
-        Each tensor is looked up once, so `tensors` may read it from disk at that time.
+        Each tensor is looked up once, so `tensors` may read it from disk at the look-up.
 
         Raises:
-            CorruptState: a tensor is missing or has another shape. Nothing is changed then.
+            CorruptState: a tensor is missing or has another shape; then nothing is changed.
         """
         forms, masters = forms_of(tensors), self.masters()
         for name, master in masters.items():
@@ -282,9 +283,9 @@ class OwnedOptimizer:
 def require_stored(
     forms: Mapping[str, Form], name: str, shape: Sequence[int], kinds: Sequence[str]
 ) -> None:
-    """Raises CorruptState unless a private state has a tensor in this shape, with its moments.
+    """Raises CorruptState unless a private state has a tensor of this shape, and its moments.
 
-    `forms` are those of the private state. `kinds` are the moments that the optimizer in use has
+    `forms` are those of the private state. `kinds` are the moments that the present optimizer keeps
     of the tensor.
     """
     there = stored_kinds(forms, name)

@@ -2,7 +2,7 @@
 
 AdamW has two moments of each element, Muon has one of each element of a matrix.
 
-Each machine chooses its own format. Moments travel to another peer in fp32.
+Each machine chooses its format. Moments are sent to another peer in fp32.
 
 Shapes: R rows (experts of a stack; 1 for other tensors), X elements of a row, x elements of a
 piece, b blocks of a piece.
@@ -50,12 +50,12 @@ class Piece:
 
     @property
     def in_row(self) -> slice:
-        """Its place in its row."""
+        """The place of the piece in its row."""
         return slice(self.start, self.stop)
 
     @property
     def in_whole(self) -> slice:
-        """Its place in the flattened parameter."""
+        """The place of the piece in the flattened parameter."""
         return slice(self.offset + self.start, self.offset + self.stop)
 
 
@@ -64,7 +64,7 @@ class Moments:
     """The moments of a parameter, as they are stored.
 
     Attributes:
-        form: their format.
+        form: format of the moments.
         parts: storage [R, X] by name: "exp_avg" and "exp_avg_sq" of AdamW, or "momentum" of Muon.
             In int8 also the scales of each moment, such as "exp_avg_scale" [R, blocks].
     """
@@ -108,9 +108,9 @@ class Moments:
     def flat(self) -> Moments:
         """All rows as one row, in the same memory; int8 moments and Muon's stay in their rows.
 
-        Pieces of the one row can begin at any multiple of a vector register's width. At other
-        places the fused kernel would round the last elements of a piece differently from those in
-        the middle of a parameter.
+        So a piece can begin at any multiple of a vector register's width. At other places the fused
+        kernel would round the last elements of a piece differently from elements in the middle of a
+        parameter.
         """
         if self.form == "int8" or self.kinds == MUON_MOMENTS:
             return self
@@ -126,7 +126,7 @@ class Moments:
         self.store(row, slice(0, size), old.load(old_row, slice(0, size)), seed=0)
 
     def load(self, row: int, part: slice) -> tuple[Tensor, ...]:
-        """A piece of each moment in fp32 [x]: views if the format is fp32, else copies."""
+        """A piece of each moment in fp32 [x]: views if the format is fp32, otherwise copies."""
         if self.form != "int8":
             return tuple(self.parts[kind][row, part].float() for kind in self.kinds)
         found = []
@@ -148,12 +148,12 @@ class Moments:
         """Stores a piece, rounded to the format.
 
         Args:
-            row: of the piece.
-            part: of the row.
-            values: of the piece, each fp32 [x].
-            seed: of the directions in which bf16 is rounded, drawn at random.
-            among: for a part of a longer piece: its start in that piece, and the length of that
-                piece. Directions are drawn for all of the longer piece. None for a whole piece.
+            row: row of the piece.
+            part: part of the row that the piece is.
+            values: values of the piece, each fp32 [x].
+            seed: seed of the random directions in which bf16 is rounded.
+            among: for a part of a longer piece: the part's start in that piece, and the piece's
+                length. Directions are drawn for the longer piece. None for a whole piece.
         """
         if self.form == "bf16":
             generator = torch.Generator(values[0].device).manual_seed(seed)
@@ -173,7 +173,7 @@ class Update:
     """One update.
 
     Attributes:
-        settings: of the optimizer.
+        settings: settings of the optimizer.
         lr: the learning rate of AdamW's tensors.
         count: updates including this one, for bias correction.
     """
@@ -199,7 +199,7 @@ def update_tensors(
 
     Source: Loshchilov and Hutter, arXiv 1711.05101; torch's fused kernel.
     """
-    # The kernel itself counts in fp32, which is exact up to 2^24 updates.
+    # The kernel counts in fp32, which is exact up to 2^24 updates.
     counts = torch.full((len(parameters),), float(update.count - 1), device=parameters[0].device)
     settings = update.settings
     adamw(
@@ -235,11 +235,11 @@ def update_piece(
 
     Args:
         master_x: the piece of the parameter.
-        gradient_x: its fp32 gradient.
-        moments: of the parameter; see `Moments.flat`.
-        piece: its place. `start` is a multiple of `BLOCK`.
+        gradient_x: fp32 gradient of the piece.
+        moments: moments of the parameter; see `Moments.flat`.
+        piece: place of the piece. `start` is a multiple of `BLOCK`.
         update: lr and count.
-        direction_RC: of Muon, from `direction_of`. None if it is to be computed here.
+        direction_RC: Muon's direction, from `direction_of`. None to compute it here.
 
     Raises:
         TrainingDiverged: see `update_matrix`.
@@ -285,8 +285,8 @@ def direction_of(piece: Piece, gradient_x: Tensor, moments: Moments) -> Tensor:
 
     Args:
         piece: the matrix.
-        gradient_x: its gradient, on any device.
-        moments: of the parameter, perhaps on another device.
+        gradient_x: gradient of the matrix, on any device.
+        moments: moments of the parameter, perhaps on another device.
     """
     assert piece.matrix is not None, piece
     there = gradient_x.device
@@ -297,7 +297,7 @@ def direction_of(piece: Piece, gradient_x: Tensor, moments: Moments) -> Tensor:
 
 
 def seed_of(piece: Piece, update: Update) -> int:
-    """A seed that depends on place and count alone: a resumed peer draws the same numbers."""
+    """A seed that depends only on place and count, so that a resumed peer draws equal numbers."""
     place = f"{update.count} {piece.name} {piece.row} {piece.start}"
     return zlib.crc32(place.encode())
 
@@ -308,7 +308,7 @@ def round_up_or_down(
     """fp32 to bf16, up or down with the probability that keeps the mean.
 
     An update below half a unit in the last place, which rounding to nearest would always lose,
-    survives on average. Values that are not finite stay so. `among` is as in `Moments.store`.
+    survives on average. Values that are not finite are unchanged. `among` is as in `Moments.store`.
 
     Source: Gupta et al., arXiv 1502.02551 (stochastic rounding); the carry trick on the bits of
     fp32 is common practice.
@@ -332,9 +332,9 @@ def _in_blocks(values_x: Tensor) -> Tensor:
 
 # int8 codes lie on a curve, because moments of one block differ by orders of magnitude. A mean of
 # gradients is its code squared, with the code's sign. A mean of squared gradients is its code to
-# the fourth power, and is always rounded up, because 0 would make the update enormous.
-# Source: the idea of Dettmers et al., arXiv 2110.02861 (blockwise, non-linear codes); the curves
-# are our own, without a table.
+# the fourth power. It is always rounded up, because 0 would make the update enormous. Source: the
+# idea of Dettmers et al., arXiv 2110.02861 (blockwise, non-linear codes); the curves are our own,
+# without a table.
 
 
 def _encode_mean(mean_x: Tensor) -> tuple[Tensor, Tensor]:

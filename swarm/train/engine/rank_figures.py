@@ -12,7 +12,7 @@ from swarm.train.engine.mesh import bubble_of, flows_of
 STANDS_OUT = 1.1
 """A rank is named if it computes this many times as long as the others' median."""
 SHOWN = 0.005
-"""The smallest share of a step's time with which an operation is mentioned."""
+"""An operation is mentioned from this share of a step's time on."""
 
 
 @dataclass(frozen=True)
@@ -20,20 +20,20 @@ class RankFigures:
     """One rank in one step, or in several steps together.
 
     Attributes:
-        steps: number.
-        seconds: from the command until the step is done.
-        micro_batches: that it computed.
-        idle: slots without own work: the difference to the rank with the most micro-batches.
-        stage: its number in the pipeline.
-        stages: of the pipeline; 1 for none.
+        steps: number of steps.
+        seconds: time from the command until the step is done.
+        micro_batches: number of micro-batches that the rank computed.
+        idle: slots without work: the difference to the rank with the most micro-batches.
+        stage: number of the rank's stage in the pipeline.
+        stages: stages of the pipeline; 1 for none.
         chunks: runs of layers that each rank of a pipeline has.
         pipeline_s: seconds of the pipeline's schedule.
-        stage_s: seconds of the schedule in layers, with their exchanges of tokens.
-        operations: between ranks, by kind.
-        num_bytes: sent by this rank to others, by kind.
-        waited_s: seconds in operations between ranks, by kind: from the moment when this rank is
-            ready until it has received the others' values. Waiting for slower ranks is included.
-            Transfers from stage to stage overlap compute, so they are in `pipeline_s` instead.
+        stage_s: seconds of the schedule spent in layers, exchanges of tokens included.
+        operations: number of operations between ranks, by kind.
+        num_bytes: bytes that this rank sent to others, by kind.
+        waited_s: seconds in operations between ranks, by kind: from the time when this rank is
+            ready until it has received the others' values, so waits for slower ranks are included.
+            Transfers between stages overlap compute, so they are in `pipeline_s` instead.
     """
 
     steps: int = 1
@@ -56,7 +56,7 @@ class RankFigures:
 
     @property
     def own_s(self) -> float:
-        """Seconds of the rank outside of operations between ranks and of waits for a stage."""
+        """Seconds of the rank outside operations between ranks and waits for a stage."""
         return self.seconds - sum(self.waited_s.values()) - (self.pipeline_s - self.stage_s)
 
 
@@ -65,12 +65,12 @@ class WorkersStats:
     """All ranks in some steps, with means over these steps.
 
     Attributes:
-        number: of ranks.
+        number: number of ranks.
         step_s: seconds of a step.
         shares: the part of a step's time of each kind of operation, mean over the ranks.
         bubble: part of a pipeline's time in which a stage computes nothing, mean over the ranks.
             None without a pipeline.
-        expected: the same for stages of equal duration, by `bubble_of`.
+        expected: the value of `bubble` for stages of equal duration, by `bubble_of`.
         idle: ranks that computed fewer micro-batches than others.
         slowest: the rank that computes longest, if it stands out. None if all are alike.
         why: the reason, if known. "" if none stands out.
@@ -101,7 +101,7 @@ class WorkersStats:
 
 
 def together(steps: Iterable[Sequence[RankFigures]]) -> tuple[RankFigures, ...]:
-    """The sum over steps of each rank. Steps before a change of the ranks are left out."""
+    """The figures of each rank, summed over the steps since the last change of the ranks."""
     found: list[RankFigures] = []
     for ranks in steps:
         alike = [_place(rank) for rank in ranks] == [_place(rank) for rank in found]
@@ -113,7 +113,7 @@ def folded(ranks: Sequence[RankFigures]) -> WorkersStats | None:
     """The figures of a peer's ranks. None for fewer than two ranks.
 
     Args:
-        ranks: in their order, all over the same steps.
+        ranks: figures of the ranks in order, all over the same steps.
     """
     if len(ranks) < 2:
         return None
@@ -147,7 +147,7 @@ def _bubble(ranks: Sequence[RankFigures]) -> float | None:
 def _expected(ranks: Sequence[RankFigures]) -> float | None:
     """Computed for a rank with the most micro-batches.
 
-    Other ranks go through the same slots without tokens, or wait.
+    Other ranks take the same slots without tokens, or wait.
     """
     one = max(ranks, key=lambda rank: rank.micro_batches)
     if one.stages == 1 or not one.micro_batches:

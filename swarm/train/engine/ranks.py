@@ -1,4 +1,4 @@
-"""Processes that compute together, the operations between them, and the traffic of these.
+"""Processes that compute together, the operations between them, and their traffic.
 
 Sums are added up in the order of the ranks, so that their bits depend on the number of ranks alone.
 
@@ -25,15 +25,15 @@ from swarm.train.engine.mesh import Sets
 from swarm.train.engine.sizes import BUCKET
 
 PIPELINE, STAGE = "pipeline", "stage"
-"""Names of times that are not operations between ranks: a pipeline's schedule, and all forwards and
-backwards of the stage within it."""
+"""Names of durations that are not operations between ranks: a pipeline's schedule, and all forwards
+and backwards of the stage in it."""
 
 
 class Watch:
     """Adds up seconds by name.
 
-    On a GPU, seconds are measured between two events in its queue, so nothing waits for the GPU
-    until the seconds are read, once a step.
+    On a GPU, seconds are measured between two events in its queue. So the process waits for the GPU
+    only when the seconds are read, once a step.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Watch:
 
 
 COLLECTIVE_S = 1800.0
-"""Longest wait of a rank for the others. The controller ends all of them much sooner."""
+"""Longest wait of a rank for the others. The controller ends hanging workers much sooner."""
 
 
 class Disconnected(Exception):
@@ -80,11 +80,11 @@ class Disconnected(Exception):
 
 
 def meeting_at(host: str, port: int, *, listening: int | None = None) -> object:
-    """A store of torch.distributed by which ranks of several machines find each other.
+    """A store of torch.distributed with which ranks of several machines find each other.
 
     Args:
         host: address of the machine that listens.
-        port: that it listens on.
+        port: port on which that machine listens.
         listening: descriptor of the listening socket, which the store takes over. None for a
             client.
     """
@@ -108,9 +108,9 @@ class Traffic:
     """Operations of one rank, by their purpose.
 
     Attributes:
-        operations: number of each kind.
-        num_bytes: sent by this rank to others, of each kind.
-        watch: seconds of each kind.
+        operations: number of operations of each kind.
+        num_bytes: bytes that this rank sent to others, by kind.
+        watch: seconds of operations of each kind.
     """
 
     operations: dict[str, int] = field(default_factory=dict)
@@ -133,13 +133,13 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The rank of this process in a set of processes that compute together: all of a peer, or some.
+    """The rank of this process in a set of a peer's processes, all or some, that compute together.
 
     Attributes:
-        rank: of this process.
+        rank: rank of this process.
         size: number of ranks, at least one.
         device: device of the tensors in operations between ranks.
-        handle: of these ranks in torch.distributed; None for all.
+        handle: group of these ranks in torch.distributed. None for all ranks.
         traffic: one record for all sets of ranks that contain this process.
     """
 
@@ -154,16 +154,16 @@ class Ranks:
         """The consecutive micro-batches that a rank computes, perhaps none.
 
         Args:
-            count: micro-batches.
-            rank: None for this one.
+            count: number of micro-batches.
+            rank: number of the rank. None for this rank.
         """
         rank = self.rank if rank is None else rank
         return range(count * rank // self.size, count * (rank + 1) // self.size)
 
     def part(self, parts: Sets) -> Ranks:
-        """The set that contains this rank, out of several disjoint sets of ranks.
+        """The set with this rank, out of several disjoint sets of ranks.
 
-        All ranks call it together. A second call with the same sets returns the same object.
+        All ranks make this call together. A second call with the same sets returns the same object.
 
         Args:
             parts: the sets, the same at all ranks.
@@ -178,8 +178,8 @@ class Ranks:
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Replaces contiguous fp32 tensors by their sums over the ranks, in the ranks' order.
 
-        Each element goes to one rank, which adds it up and sends the sum to all. This moves as many
-        bytes as a ring, and the order of additions is the same for every number of ranks.
+        Each element goes to one rank, which adds the values and sends the sum to all. This moves as
+        many bytes as a ring, but the values are always added in the order of the ranks.
 
         Raises:
             Disconnected: another rank has ended.
@@ -195,9 +195,9 @@ class Ranks:
                 part.copy_(total)
 
     def add_up_shares(self, shares: Sequence[Sequence[Tensor]]) -> None:
-        """Replaces this rank's share of fp32 tensors by its sums over the ranks, in their order.
+        """Replaces this rank's share of fp32 tensors by the sums over the ranks, in their order.
 
-        As `add_up`, but each sum stays at its rank.
+        Like `add_up`, but each sum stays at its rank.
 
         Args:
             shares: for each rank, flat views of the tensors whose sums it receives.
@@ -254,8 +254,8 @@ class Ranks:
 
         Args:
             mine: the rows of this rank.
-            count: micro-batches.
-            width: of a row.
+            count: number of micro-batches.
+            width: numbers in a row.
             own: the micro-batches of these rows; None for this rank's block.
 
         Raises:
@@ -267,7 +267,7 @@ class Ranks:
         return self.united(rows)
 
     def united(self, numbers: Tensor) -> Tensor:
-        """Unites fp64 numbers on the CPU: one rank knows each number, and the others have 0 there.
+        """Unites fp64 numbers on the CPU. Only one rank knows each number; the others have 0 there.
 
         Raises:
             Disconnected: another rank has ended.
@@ -285,10 +285,10 @@ class Ranks:
         """Sends rows and receives others, both in the order of the ranks. Rows may have any type.
 
         Args:
-            rows_MX: the rows to send, the first ones to the first rank.
+            rows_MX: the rows to send; those for rank 0 come first.
             sent: number of rows to each rank.
             received: number of rows from each rank.
-            kind: its purpose, in the record.
+            kind: purpose of the exchange, in the record.
 
         Raises:
             Disconnected: another rank has ended.
@@ -306,8 +306,8 @@ class Ranks:
     def total(self, part: Tensor, kind: str) -> Tensor:
         """The sum of tensors of one shape and any one type, on every rank: an all-reduce.
 
-        One rank adds up each element in fp32, in the order of the ranks, and rounds once. This
-        moves as many bytes as a ring. The record counts two operations of this `kind`.
+        For each element, one rank adds the values in fp32, in the order of the ranks, and rounds
+        once. This moves as many bytes as a ring. The traffic counts two operations of this `kind`.
 
         Raises:
             Disconnected: another rank has ended.
@@ -322,8 +322,8 @@ class Ranks:
         Each rank has the same number of rows, of one type.
 
         Args:
-            rows_nX: of this rank.
-            kind: its purpose, in the record.
+            rows_nX: the rows of this rank.
+            kind: purpose of the exchange, in the record.
 
         Raises:
             Disconnected: another rank has ended.
@@ -342,8 +342,9 @@ class Ranks:
         The share has the shape [n, X]. Rows are added up as in `total`.
 
         Args:
-            rows_NX: of this rank, of one type. Their number is a multiple of the number of ranks.
-            kind: its purpose, in the record.
+            rows_NX: the rows of this rank, all of one type. Their number is a multiple of the
+                number of ranks.
+            kind: purpose of the exchange, in the record.
 
         Raises:
             Disconnected: another rank has ended.
@@ -413,12 +414,12 @@ def _in_order(parts_RX: Tensor) -> Tensor:
 
 
 def _rounds(shares: Sequence[Sequence[Tensor]], most: int) -> Iterator[Sequence[Sequence[Tensor]]]:
-    """The shares of all ranks, in rounds with a limit of elements of each share."""
+    """The shares of all ranks, in rounds with at most `most` elements of each share."""
     yield from itertools.zip_longest(*(_buckets(each, most) for each in shares), fillvalue=())
 
 
 def _buckets(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """Flat views of all elements, in lists with a limit of elements."""
+    """Flat views of all elements, in lists of at most `most` elements."""
     bucket: list[Tensor] = []
     room = most
     for tensor in tensors:

@@ -43,7 +43,7 @@ class ResidentEngine:
         pieces: Pieces = WHOLE,
         stage: Stage | None = None,
     ) -> None:
-        """Builds a model without owned experts. Its tensors are uninitialized until written.
+        """Builds a model without owned experts, whose tensors are uninitialized until written.
 
         Args:
             run: the model.
@@ -88,7 +88,7 @@ class ResidentEngine:
     def own(self, experts: Sequence[int]) -> None:
         wanted = tuple(sorted(set(experts)))
         if wanted != self.owned:
-            # If memory runs out here, the optimizer still has every earlier master and moment.
+            # If memory runs out here, the optimizer still has all earlier masters and moments.
             self._model.own(wanted)
             self._intact = False
             self._optimizer.follow(self._model.trained_parameters(), self._model.owned_here)
@@ -238,7 +238,7 @@ class ResidentEngine:
         self._guard.resume(state.skipped, state.skipped_in_a_row, state.scale)
 
     def close(self) -> None:
-        """See `Engine`. No work runs in the background."""
+        """See `Engine`. There is no background work."""
 
     def _biases(self) -> Sequence[str]:
         """The selection biases of its layers."""
@@ -254,7 +254,7 @@ class ResidentEngine:
         """
         rows = self._run.train.micro_batch_sequences
         found = self._gradients(micro_batches(tokens_BT1, masks, rows, self._device), controls)
-        # One wait for the device per step, not one per term.
+        # So there is one wait for the device per step, not one per term.
         means = torch.stack([torch.stack(losses[:5]) for losses in found]).mean(dim=0).tolist()
         routed = Routed(self._device)
         for losses in found:

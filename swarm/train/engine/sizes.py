@@ -18,7 +18,7 @@ from swarm.train.engine.optimizer import PIECE, PIECE_GPU
 from swarm.train.engine.optimizer_moments import MOMENT_BYTES, MomentsFormat
 
 BUCKET = 2**22
-"""Gradient elements that workers add up at once: 16 MiB, and as much for those of the others."""
+"""Gradient elements that workers add up at a time: 16 MiB, and as much for the others' values."""
 UPDATE_BYTES: dict[MomentsFormat, int] = {"fp32": 0, "bf16": 25, "int8": 18}
 """Bytes per element of a piece during its update, without gradients: moments in fp32, and the
 memory for rounding them."""
@@ -36,7 +36,7 @@ class Need:
         device_state: weights, gradients and, in the resident engine, moments and buffers between
             stages, on the device.
         activations: the device's peak on top of `device_state`, in a step. A streaming engine may
-            reach it while it computes a held-out loss.
+            reach its peak while it computes a held-out loss.
         host: masters, moments, gradients and activation checkpoints in host memory.
         disk: frozen experts in the engine's own mapped files, and the history for new workers.
         crowding: additional device memory of a rank whose experts get tokens of other ranks:
@@ -56,7 +56,7 @@ class Need:
 
     @property
     def crowded(self) -> float:
-        """Peak on the device with crowded tokens, which the choice of a plan uses."""
+        """Peak on the device with crowded tokens, by which plans are chosen."""
         return self.device + self.crowding
 
 
@@ -70,8 +70,8 @@ class Sizes:
         layer_owned: parameters of a layer's owned experts.
         table: embedding or head.
         trained: all trained parameters.
-        layer_heads: shared parameters of a layer that belong to this rank's attention heads, if
-            heads are divided over ranks; else 0.
+        layer_heads: shared parameters of a layer that belong to this rank's attention heads; 0 if
+            heads are not divided over ranks.
         layer_elsewhere: parameters of a layer that belong to other ranks' heads. No other count
             includes them.
     """
@@ -97,7 +97,7 @@ def sizes_of(model: ModelConfig, num_owned: int, tp: int = 1) -> Sizes:
     counted = parameters(model)
     layers = model.num_hidden_layers
     per_layer = counted.per_expert // layers
-    # Only attention's matrices are cast, and they are cut over heads.
+    # Only the matrices of attention are cast, and these are cut over heads.
     cast = sum(rows * columns for rows, columns in attention_matrices(model))
     cut = cast
     if model.qk_norm == "projection":
@@ -182,7 +182,7 @@ def frozen_layer_bytes(run: RunConfig, num_owned: int, options: EngineOptions) -
 
 
 def pipeline_cut(run: RunConfig, options: EngineOptions) -> Cut:
-    """The stages of a pipeline, cut for the peer's initial number of experts: layers never move."""
+    """The stages of a pipeline, cut for the initial number of experts, since layers never move."""
     return cut_of(run, owned_per_peer(run, run.run.peers), options.pp, options.chunks)
 
 

@@ -1,4 +1,4 @@
-"""Named tensors in a file, which are read one at a time, on look-up."""
+"""Named tensors in a file, each read when it is looked up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from swarm.errors import CorruptState, StateError
 
 CHUNK_BYTES = 16 * 2**20
-"""Bytes of one write. Tensors on a GPU come to the host in such pieces."""
+"""Bytes of one write. Tensors on a GPU are copied to the host in such pieces."""
 
 Form = tuple[torch.dtype, tuple[int, ...]]
 """Type and shape of a tensor."""
@@ -66,7 +66,7 @@ class TensorFile(LazyTensors):
     short, and StateError if the disk fails.
 
     Attributes:
-        file: of the tensors.
+        file: the file of the tensors.
     """
 
     def __init__(self, file: OpenFile, places: Mapping[str, Place]) -> None:
@@ -78,7 +78,7 @@ class TensorFile(LazyTensors):
         """An empty file without a name, which disappears with this object.
 
         Args:
-            folder: on the disk to use. None for the system's folder for temporary files.
+            folder: a folder on the disk to use. None for the system's folder for temporary files.
 
         Raises:
             StateError: it cannot be made.
@@ -97,7 +97,7 @@ class TensorFile(LazyTensors):
         """An empty file in memory only, which other processes can read or write.
 
         Raises:
-            MemoryError: there is none left.
+            MemoryError: no memory is left.
         """
         try:
             return cls(OpenFile(os.memfd_create("tensors")), {})
@@ -105,7 +105,7 @@ class TensorFile(LazyTensors):
             raise MemoryError(f"no memory for tensors: {error.strerror}") from error
 
     def behind(self) -> TensorFile:
-        """An empty `TensorFile` in the same file. It writes after this one's tensors."""
+        """An empty `TensorFile` in the same file, which writes after the tensors of this object."""
         more = TensorFile(self.file, {})
         more._end = self._end
         return more
@@ -173,7 +173,7 @@ class TensorFile(LazyTensors):
         return flat.view(place.dtype).view(place.shape)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places  # a mapping would read the tensor
+        return name in self._places  # `Mapping` would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

@@ -1,1 +1,1 @@
-"""One peer of several processes with a device each, behind the interface of an engine."""
+"""Engines for one peer with several processes, each with a device of its own."""

@@ -80,13 +80,13 @@ def _moment_forms(run: RunConfig, form: MomentsFormat, name: str, shape: Shape) 
 class RankEngine(ResidentEngine):
     """The resident engine of one rank. All ranks get the same calls and reach the same values.
 
-    A rank with a share of the experts keeps only that share, and only reads and writes that share.
+    A rank with a share of the experts keeps, reads and writes only that share.
     """
 
     def __init__(
         self, run: RunConfig, options: EngineOptions, ranks: Ranks, *, stage: Stage | None = None
     ) -> None:
-        """As `ResidentEngine`.
+        """Like `ResidentEngine`.
 
         Raises:
             Disconnected: another rank has ended.
@@ -97,7 +97,7 @@ class RankEngine(ResidentEngine):
         self._group, self._replicas = ranks.part(mesh.sharers), ranks.part(mesh.replicas)
         self._same = ranks.part(mesh.streams)
         if options.ep > 1 and options.recompute == "layer":
-            # Routing again would need another operation, and choose the same experts.
+            # To route again would need another operation, and would choose the same experts.
             options = replace(options, recompute="routing")
         super().__init__(run, options, pieces=self._pieces(run.model), stage=stage)
 
@@ -121,7 +121,7 @@ class RankEngine(ResidentEngine):
         return self._replicas.rank == 0 and alone and self.holds(name)
 
     def takes_part(self, name: str) -> bool:
-        """Whether this rank must be asked for a tensor, so that the answering rank can have it."""
+        """Whether this rank must take part in a read, so that the answering rank has the tensor."""
         return self.answers(name)
 
     def whole(self, _name: str, part: Tensor) -> Tensor:
@@ -129,11 +129,11 @@ class RankEngine(ResidentEngine):
         return part
 
     def _speaks_for(self, name: str) -> bool:
-        """Whether this rank, and no other one of its pipeline, counts a tensor's values."""
+        """Whether this rank alone, of its pipeline, counts a tensor's values in sums."""
         return self.holds(name)
 
     def _trained_names(self) -> list[str]:
-        """Names of all ranks' parameters that get gradients, as in `trained_parameters`."""
+        """Names of the parameters with gradients at all ranks, as in `trained_parameters`."""
         model = self._run.model
         names = [name for name in shared_shapes(model) if name not in selection_biases(model)]
         layers = range(model.num_hidden_layers) if self.owned else ()
@@ -154,7 +154,7 @@ class RankEngine(ResidentEngine):
 
     @property
     def _bank(self) -> DealtBank | None:
-        """The experts of the first layer; None where experts are not shared among ranks.
+        """The experts of the first layer; None if ranks do not share experts.
 
         All layers deal the experts alike.
         """
@@ -197,17 +197,17 @@ class RankEngine(ResidentEngine):
         mine = self._same.block(len(parts))
         found = [self._backward(parts, k, controls) for k in mine]
         for _ in range(self._idle(len(parts))):
-            # Other ranks of the group have a micro-batch, and its tokens need this rank's experts.
+            # Other ranks of the group have a micro-batch whose tokens need this rank's experts.
             self._model.model.without_tokens(controls).backward()
         return self._of_all(mine, found, len(parts), controls)
 
     def _of_all(
         self, mine: range, found: Sequence[Losses], count: int, controls: RoutingControls
     ) -> list[Losses]:
-        """Adds up the gradients, and returns the losses of so many micro-batches."""
+        """Adds up the gradients, and returns the losses of the micro-batches."""
         for parameter in self._optimizer.parameters:
             if parameter.grad is None:
-                # This rank had no micro-batch. A negative zero changes no bit of any sum.
+                # This rank had no micro-batch. Adding a negative zero changes no bit of a sum.
                 parameter.grad = torch.full_like(parameter, -0.0, dtype=torch.float32)
         self._add_up()
         form = LossesForm.of(self._run, controls)
@@ -219,7 +219,7 @@ class RankEngine(ResidentEngine):
         return self._ranks.shared(rows, *shape, mine[: len(rows)])
 
     def _add_up(self) -> None:
-        """Adds up gradients: of shared tensors over their ranks, of experts over this seat's."""
+        """Adds up gradients: of shared tensors over their ranks, of experts over the seat's."""
         everywhere: list[Tensor] = []
         dealt: list[Tensor] = []
         for name, gradient in self._gradients_by_name().items():
@@ -241,7 +241,7 @@ class RankEngine(ResidentEngine):
     # ------------------------------------------------ ranks without a micro-batch
 
     def figures(self, sequences: int, seconds: float) -> RankFigures:
-        """Figures of this rank in a step of so many sequences and seconds."""
+        """Figures of this rank in a step with this number of sequences and seconds."""
         count = -(-sequences // self._run.train.micro_batch_sequences)
         took_s = self._ranks.traffic.watch.take()
         pipeline_s, stage_s = took_s.pop(PIPELINE, 0.0), took_s.pop(STAGE, 0.0)
@@ -256,7 +256,7 @@ class RankEngine(ResidentEngine):
         )
 
     def _idle(self, count: int) -> int:
-        """How often this rank takes part without a micro-batch, for others of its group."""
+        """How often this rank takes part without a micro-batch, for other ranks of its group."""
         first = self._same.rank - self._group.rank
         blocks = [len(self._same.block(count, first + seat)) for seat in range(self._group.size)]
         return max(blocks) - len(self._same.block(count))
@@ -296,7 +296,7 @@ def dealt_means(
     parts: Sequence[Part],
     told: Callable[[Sequence[Sequence[float]], int], Tensor] | None = None,
 ) -> list[float]:
-    """The mean of each micro-batch, where ranks share the micro-batches; equal on all ranks.
+    """The mean of each micro-batch, equal on all ranks, if ranks share the micro-batches.
 
     Args:
         ranks: that share the micro-batches.

@@ -1,4 +1,4 @@
-"""Expert parallel: tokens travel to the ranks that hold their experts, and outputs come back.
+"""Expert parallel: tokens are sent to the ranks with their experts, and outputs come back.
 
 Every rank of a group takes part in every operation, in the same order, with any number of rows. A
 layer and micro-batch has at most seven operations:
@@ -8,10 +8,11 @@ layer and micro-batch has at most seven operations:
   weights;
 - in a recomputed layer: tokens and outputs once more.
 
-Where experts are compared, the tokens of the pairs travel likewise: counts, tokens and outputs
+If experts are compared, the tokens of the pairs need similar operations: counts, tokens and outputs
 forward, and one operation backward.
 
-The rows of an expert are sorted by their rank, then by token, so that sums do not depend on timing.
+The rows of an expert are sorted by the rank of their token, then by token, so that sums do not
+depend on timing.
 
 Shapes: N tokens of this rank, K experts of a token, S rows that this rank sends, sorted by seat and
 expert, R rows that it receives, sorted by seat and expert too, M the same rows sorted by expert, P
@@ -47,7 +48,7 @@ def moved(
     give: Callable[[int], Sequence[Tensor]],
     forms: Callable[[int], Sequence[Form]],
 ) -> dict[int, list[Tensor]]:
-    """Sends the tensors of experts that leave this rank, and receives those of experts that come.
+    """Sends tensors of experts that leave this rank, and receives tensors of arriving experts.
 
     This is one operation, or none.
 
@@ -55,10 +56,10 @@ def moved(
         group: the ranks, which all pass the same `moves`.
         moves: experts that change their seat.
         give: returns the tensors of an expert that leaves.
-        forms: returns the forms of the tensors of an expert that comes.
+        forms: returns the forms of the tensors of an arriving expert.
 
     Returns:
-        Expert -> its tensors, on the device of the sent ones, or of the group.
+        The tensors of each arriving expert, on the device of the sent tensors, or of the group.
 
     Raises:
         Disconnected: another rank has ended.
@@ -94,11 +95,11 @@ def _num_bytes(form: Form) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Trip(Plan):
-    """How the rows of a rank are sorted, and where they go.
+    """How the rows of a rank are sorted, and their destinations.
 
     Attributes:
         sent: number of rows to each rank of the group.
-        received: number of rows from each.
+        received: number of rows from each rank.
         there: the plan of the received rows, each a token with one expert.
     """
 
@@ -113,8 +114,8 @@ class Way:
 
     Attributes:
         group: the ranks that hold the experts.
-        trip: which rows go where.
-        setting: for the computation of the received rows.
+        trip: the destinations of the rows.
+        setting: setting for the computation of the received rows.
     """
 
     group: Ranks
@@ -122,11 +123,11 @@ class Way:
     setting: Setting
 
     def go(self, rows_SX: Tensor, kind: str) -> Tensor:
-        """Sends rows to the experts; returns the received ones, [R, X]."""
+        """Sends rows to the experts. Returns the received rows, [R, X]."""
         return self.group.exchange(rows_SX, self.trip.sent, self.trip.received, kind)
 
     def come(self, rows_MX: Tensor, kind: str) -> Tensor:
-        """Sends rows of the experts back; returns those of this rank, [S, X]."""
+        """Sends rows of the experts back. Returns the rows of this rank, [S, X]."""
         rows_RX = rows_MX.index_select(0, self.trip.there.row_NK[:, 0])
         return self.group.exchange(rows_RX, self.trip.received, self.trip.sent, kind)
 
@@ -135,7 +136,7 @@ class DealtBank(ExpertBank):
     """One rank's experts of one layer; computes with the experts of the whole group.
 
     Attributes:
-        dealing: which rank holds which experts.
+        dealing: the experts that each rank holds.
     """
 
     def __init__(self, model: ModelConfig, storage: Storage, *, group: Ranks) -> None:
@@ -168,7 +169,7 @@ class DealtBank(ExpertBank):
         self._deal(after)
 
     def dealing_for(self, owned: Sequence[int]) -> Dealing:
-        """Which rank will hold which experts when these are owned."""
+        """Which rank will hold which experts if these are owned."""
         return deal(owned, self.num_experts, self._group.size, self.dealing)
 
     def _moved(self, moves: Sequence[Move], projection: str) -> dict[int, Tensor]:
@@ -198,7 +199,7 @@ class DealtBank(ExpertBank):
         return mixed
 
     def alike(self, x_ND: Tensor, pairs: list[Pair]) -> Tensor:
-        """See `ExpertBank`; an operation of all ranks, also of those without pairs."""
+        """See `ExpertBank`; an operation of all ranks, including ranks without pairs."""
         experts = [expert for pair in pairs for expert in pair.experts]
         tokens = [pair.tokens for pair in pairs for _ in pair.experts]
         sizes = [len(each) for each in tokens]
@@ -245,8 +246,8 @@ def dealt_square_sums(
     Squares are added up in the order of the experts, so the sum does not depend on their ranks.
 
     Args:
-        model: with the experts of this rank.
-        gradients: of its parameters, by name.
+        model: model with the experts of this rank.
+        gradients: gradients of the model's parameters, by name.
         group: the ranks that share the experts; all of them call it.
 
     Raises:
@@ -262,7 +263,7 @@ def dealt_square_sums(
 
 
 class _Mixed(torch.autograd.Function):
-    """As `mix_experts`, with the same bits except for sums over the rows of several ranks.
+    """Like `mix_experts`, with the same bits except in sums over the rows of several ranks.
 
     `probed` is an input so that its backward runs on every rank, with or without pairs.
     """
@@ -300,7 +301,7 @@ class _Mixed(torch.autograd.Function):
 class _Probed(torch.autograd.Function):
     """The outputs of experts for tokens of compared pairs, [P, D] in the compute type.
 
-    The tokens get no gradient. They are an input so that backward of earlier layers runs later.
+    The tokens get no gradient. They are inputs so that backward of earlier layers runs later.
     """
 
     @staticmethod
@@ -336,14 +337,14 @@ def _apart(rows_SX: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def crossing_bytes(rows: float, model: ModelConfig, itemsize: int, *, again: bool) -> float:
-    """Bytes that cross between ranks for the experts of one layer and micro-batch.
+    """Bytes sent between ranks for the experts of one layer and micro-batch.
 
     These are tokens and outputs, twice if the layer is recomputed, and the gradients of both, each
     with a routing weight or its gradient in fp32.
 
     Args:
         rows: (token, expert) pairs whose expert is on another rank.
-        model: its sizes.
+        model: sizes of the model.
         itemsize: bytes of the compute type.
         again: whether the layer is recomputed for backward.
     """

@@ -46,9 +46,9 @@ class TermsForm:
     fp32 holds the counts exactly below 2^24 tokens of a micro-batch.
 
     Attributes:
-        num_experts: of a layer.
+        num_experts: experts of a layer.
         top_k: experts of a token.
-        num_tokens: of a micro-batch.
+        num_tokens: tokens of a micro-batch.
         pairs: the most compared pairs of experts; 0 where none are measured.
     """
 
@@ -92,20 +92,20 @@ class TermsForm:
             self.top_k,
         )
         if not self.pairs:
-            return terms  # and nothing waits for the device
+            return terms  # without a wait for the device
         size = int(number)
         pair_P2 = torch.stack([each[:size].detach().long().cpu() for each in pair], 1)
         return terms._replace(similarity=alike[:size], pair_P2=pair_P2)
 
 
 TOGETHER = 8
-"""Micro-batches that flow through the stages together in an evaluation."""
+"""How many micro-batches go through the stages together in an evaluation."""
 NO_SHAPE = torch.Size([1, 2])
-"""The shape of micro-batches of a pipeline that has no tokens at all."""
+"""The shape of micro-batches in a pipeline without any tokens."""
 
 
 class _Form(NamedTuple):
-    """The key of a schedule, whose buffers have these shapes."""
+    """The key of a schedule: the shapes of its buffers."""
 
     name: ScheduleName
     micro_batches: int
@@ -119,11 +119,11 @@ class Flow:
     """Micro-batches of one shape that go through the stages.
 
     Attributes:
-        parts: the micro-batches, at least one; equal on all ranks of a pipeline. None stands for a
-            pass through the experts without tokens.
-        shape: of the tokens of each micro-batch.
-        controls: of each micro-batch in a training step; None in evaluation.
-        divisor: of each loss.
+        parts: the micro-batches, at least one; the same on all ranks of a pipeline. None stands for
+            a pass through the experts without tokens.
+        shape: shape of the tokens of each micro-batch.
+        controls: the routing controls of each micro-batch in a training step; None in evaluation.
+        divisor: number that divides each loss.
         scale: factor of each loss after the division.
     """
 
@@ -144,13 +144,13 @@ class Flow:
 
 
 class Pipeline:
-    """Runs schedules for the stage of this rank. All ranks of a pipeline make the same calls."""
+    """Runs the schedules of this rank's stage. All ranks of a pipeline make the same calls."""
 
     def __init__(self, model: Transformer, group: Ranks, loss: LossConfig) -> None:
         """Runs no operation between the ranks yet.
 
         Args:
-            model: of this rank's stage.
+            model: model of this rank's stage.
             group: the ranks of the pipeline, in the order of the stages.
             loss: weights of its terms.
         """
@@ -160,14 +160,14 @@ class Pipeline:
         ]
         self._schedules: dict[_Form, Any] = {}
         self._said: tuple[int, ...] = ()
-        # Torch would log a whole schedule when a stage has failed.
+        # Otherwise torch would log a whole schedule when a stage fails.
         logging.getLogger(ScheduleLoopedBFS.__module__).setLevel(logging.CRITICAL)
 
     def train(self, flow: Flow, name: ScheduleName) -> list[Losses]:
         """Adds up the gradients of all micro-batches, in order.
 
         Returns:
-            In the last stage the detached losses of each micro-batch with tokens; elsewhere
+            In the last stage, the detached losses of each micro-batch with tokens; otherwise
             nothing.
 
         Raises:
@@ -188,7 +188,7 @@ class Pipeline:
         return self._run([flow], "gpipe" if number < size else name, is_training=True)
 
     def evaluate(self, parts: Sequence[MicroBatch | None]) -> list[Losses]:
-        """In the last stage the losses of micro-batches of any shapes; elsewhere nothing.
+        """In the last stage, the losses of micro-batches of any shapes; otherwise nothing.
 
         Args:
             parts: micro-batches; None for one without tokens.
@@ -380,7 +380,7 @@ class _StageModule(nn.Module):
     def _without_tokens(
         self, received: tuple[Tensor, ...], controls: RoutingControls | None
     ) -> tuple[Tensor, ...] | Tensor:
-        """As `forward`, with zeros as activations and as gradients."""
+        """Like `forward`, with zeros as activations and as gradients."""
         layers = self.stage.layers
         zero = self.model.model.without_tokens(controls, layers).to(self._between)
         if self.stage.is_last:
@@ -428,7 +428,7 @@ class StageEngine(RankEngine):
     """
 
     def __init__(self, run: RunConfig, options: EngineOptions, ranks: Ranks) -> None:
-        """As `RankEngine`, with `pp` stages."""
+        """Like `RankEngine`, with `pp` stages."""
         mesh = Mesh(ranks.size, options.ep, options.pp, options.tp)
         cut = pipeline_cut(run, options)
         super().__init__(run, options, ranks, stage=cut.stages[mesh.stage(ranks.rank)])
@@ -451,7 +451,7 @@ class StageEngine(RankEngine):
         return super().answers(name) and self._speaks_for(name)
 
     def _speaks_for(self, name: str) -> bool:
-        """Whether this rank, and no other one of its pipeline, counts a tensor's values."""
+        """Whether this rank, and no other rank of its pipeline, counts a tensor's values."""
         return self.holds(name) and (name != EMBEDDING or self._model.stage.is_first)
 
     def _biases(self) -> Sequence[str]:
@@ -473,7 +473,7 @@ class StageEngine(RankEngine):
         return self._of_all(mine, found, len(parts), controls)
 
     def _add_up(self) -> None:
-        """As in `RankEngine`; then adds up a tied embedding over both ends of each pipeline."""
+        """Like `RankEngine`; then adds up a tied embedding over both ends of each pipeline."""
         super()._add_up()
         if self._ends is not None and self._ends.size > 1:
             self._ends.add_up([self._gradients_by_name()[EMBEDDING]])
@@ -505,7 +505,7 @@ class ShardedStageEngine(StageEngine, ShardedEngine):
     """A stage whose masters and moments are cut over the ranks that hold the same stage."""
 
     def _norms(self, scale: float) -> dict[str, Tensor]:
-        """Norms of all stages, in one operation; a rank has only the squares of its shares."""
+        """Norms of all stages, in one operation; a rank has the squares of its shares only."""
         return ShardedEngine._norms(self, scale)
 
 

@@ -1,4 +1,4 @@
-"""Data and expert parallel with masters and moments that are cut over ranks."""
+"""Data and expert parallel with sharded state: masters and moments are cut over ranks."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from swarm.train.engine.tensor_file import LazyTensors, forms_of
 from swarm.train.parallel.data_parallel import RankEngine
 
 STEP = 64
-"""Runs begin at multiples of so many elements: no processor has wider registers."""
+"""Runs begin at multiples of this many elements, since no processor has wider registers."""
 
 
 def is_compute_copy(name: str) -> bool:
     """Whether every use casts a parameter, so that no rank needs its whole fp32 master.
 
-    This is so for attention, experts and an untied head. A tied head is an embedding, whose fp32
-    values enter the residual stream.
+    Attention, experts and an untied head are such parameters. A tied head is not: it is the
+    embedding, whose fp32 values enter the residual stream.
     """
     return is_matrix(name) or name == "lm_head.weight"
 
@@ -60,9 +60,9 @@ class Cut:
         rows: experts of a stack, else 1.
         size: elements of a row.
         bounds: where each rank's run of the flattened parameter begins, and the end.
-        by_row: whether each row has pieces of its own: moments lie in blocks that begin with each
+        by_row: whether each row has pieces of its own, because blocks of moments begin with each
             row, or rows are matrices that Muon updates.
-        matrix: the shape of a row where Muon updates it; such rows are not cut.
+        matrix: the shape of a row if Muon updates it; such rows are not cut.
     """
 
     rows: int
@@ -73,13 +73,13 @@ class Cut:
 
     @classmethod
     def of(cls, rows: int, size: int, ways: int, form: MomentsFormat) -> Cut:
-        """Cuts a parameter over so many ranks.
+        """Cuts a parameter over a number of ranks.
 
         Args:
             rows: experts of a stack, else 1.
             size: elements of a row.
             ways: number of ranks.
-            form: of the moments.
+            form: form of the moments.
         """
         by_row = form == "int8"
         step, unit = (BLOCK, size) if by_row else (STEP, rows * size)
@@ -93,7 +93,7 @@ class Cut:
 
     @classmethod
     def of_matrices(cls, name: str, rows: int, shape: tuple[int, int], ways: int) -> Cut:
-        """Deals whole matrices out over the ranks; the name chooses the rank of a single matrix."""
+        """Deals whole matrices to the ranks; the name chooses the rank of a single matrix."""
         size, first = math.prod(shape), zlib.crc32(name.encode()) % ways
         whole = [rows * rank // ways if rows > 1 else int(rank > first) for rank in range(ways)]
         return cls(rows, size, (*(row * size for row in whole), rows * size), True, shape)
@@ -109,7 +109,7 @@ class Cut:
         return slice(start, max(start, min(run.stop - first, self.size)))
 
     def pieces(self, name: str, rank: int) -> Iterator[Piece]:
-        """A rank's run: with `by_row` split at the rows, else as one piece."""
+        """A rank's run: split at the rows with `by_row`, otherwise one piece."""
         if not self.by_row:
             run = self.run(rank)
             if run.stop > run.start:
@@ -121,10 +121,10 @@ class Cut:
                 yield Piece(name, row, part.start, part.stop, row * self.size, self.matrix)
 
     def together(self, piece: Piece, step: int) -> Iterator[tuple[Piece, Piece]]:
-        """Splits a piece where an update of the whole parameter would.
+        """Splits a piece where an update of the whole parameter would split it.
 
         Args:
-            piece: one of `pieces`.
+            piece: a piece from `pieces`.
             step: elements that the update takes at once.
 
         Yields:
@@ -149,7 +149,7 @@ class Held:
     Attributes:
         piece: which.
         master_x: fp32; a view of the parameter if that is fp32.
-        moments: of the piece, as one row.
+        moments: moments of the piece, as one row.
     """
 
     piece: Piece
@@ -175,7 +175,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Row:
-    """Where a tensor of the model lies: parameter, row of it, shape of the tensor."""
+    """Where a tensor of the model is: parameter, row, and the tensor's shape."""
 
     name: str
     index: int
@@ -200,7 +200,7 @@ def places(kind: str, elements: slice) -> slice:
 
 
 class ShardedOptimizer(OwnedOptimizer):
-    """As `OwnedOptimizer`, for ranks that get the same calls. Reading a tensor is an operation."""
+    """`OwnedOptimizer` for ranks that get the same calls. To read a tensor takes an operation."""
 
     def __init__(
         self,
@@ -209,11 +209,11 @@ class ShardedOptimizer(OwnedOptimizer):
         compute: torch.dtype,
         ranks_of: Callable[[str], Ranks],
     ) -> None:
-        """As `OwnedOptimizer`.
+        """Like `OwnedOptimizer`.
 
         Args:
-            settings: of the optimizer.
-            form: of the moments.
+            settings: settings of the optimizer.
+            form: form of the moments.
             compute: type of all matrix products.
             ranks_of: returns the ranks that hold the same parameter.
         """
@@ -278,9 +278,9 @@ class ShardedOptimizer(OwnedOptimizer):
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Gives all parameters their whole fp32 masters, in as many bytes as gradients.
+        """In the block, all parameters have their whole fp32 masters, in the bytes of gradients.
 
-        Values written to them meanwhile are lost; `follow` takes over new parameters.
+        Values written to the parameters in the block are lost. `follow` takes over new parameters.
         """
         kept, masters = dict[nn.Parameter, Tensor](), dict[str, Tensor]()
         for name, parameter in self._parameters.items():
@@ -316,7 +316,7 @@ class ShardedOptimizer(OwnedOptimizer):
     # ------------------------------------------------ a step
 
     def add_up(self) -> None:
-        """Sums gradients over the ranks. Each rank gets the sums of its own runs."""
+        """Sums gradients over the ranks; each rank gets the sums of its own runs."""
         groups = dict[Ranks, list[str]]()
         for name in self._parameters:
             groups.setdefault(self._ranks_of(name), []).append(name)
@@ -376,7 +376,7 @@ class ShardedOptimizer(OwnedOptimizer):
             held.moments.store(0, whole, (momentum_x,), seed=seed_of(held.piece, update))
 
     def _update_rounded(self, held: Held, gradient_x: Tensor, update: Update) -> None:
-        """Updates in the pieces of the whole parameter, with the random numbers of these pieces."""
+        """Updates by the pieces of the whole parameter, with the random numbers of these pieces."""
         step = PIECE_GPU if gradient_x.is_cuda else PIECE
         for part, whole in self._cuts[held.piece.name].together(held.piece, step):
             here = slice(part.start - held.piece.start, part.stop - held.piece.start)
@@ -474,7 +474,7 @@ class ShardedOptimizer(OwnedOptimizer):
         return Moments(self._form, {kind: self._collected(row, kind)[None] for kind in kinds})
 
     def _collected(self, row: Row, kind: str) -> Tensor:
-        """All elements of one kind of a row, flat, collected from the ranks that share it."""
+        """All elements of one kind of a row, flat, collected from the ranks that share the row."""
         cut, parameter = self._cuts[row.name], self._parameters[row.name]
         first = row.index * cut.size
         if kind == MASTER and not self.is_copy(row.name):
@@ -531,7 +531,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 class ShardedEngine(RankEngine):
-    """As `RankEngine`. Reading a trained tensor is an operation of all ranks that hold it."""
+    """`RankEngine` with sharded state. To read a trained tensor, all its ranks must take part."""
 
     _optimizer: ShardedOptimizer
 
@@ -568,7 +568,7 @@ class ShardedEngine(RankEngine):
 
     def _norms(self, scale: float) -> dict[str, Tensor]:
         names = self._trained_names()
-        # One row for each rank, so that the sum over the ranks has a fixed order.
+        # Each rank has a row, so that the sum over the ranks has a fixed order.
         squares = torch.zeros(self._ranks.size, len(names), dtype=torch.float64)
         own = self._gradients_by_name()
         here = [k for k, name in enumerate(names) if name in own and self._speaks_for(name)]

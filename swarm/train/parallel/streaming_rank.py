@@ -1,7 +1,7 @@
 """Streaming on several devices from one host copy: the engine of one rank.
 
 All ranks are processes of one machine. Masters, moments, frozen experts, gradients and the copy for
-the devices lie in shared memory (`train/engine/host_memory.py`). Each rank has its own device, bus,
+the devices are in shared memory (`train/engine/host_memory.py`). Each rank has its own device, bus,
 inputs of layers, and block of the micro-batches.
 
 After a layer's backward pass gradients are added up in the order of the ranks. Each rank adds up
@@ -41,7 +41,7 @@ class StreamingRank(StreamingEngine):
     """
 
     def __init__(self, run: RunConfig, options: EngineOptions, ranks: Ranks) -> None:
-        """As `StreamingEngine`.
+        """Like `StreamingEngine`.
 
         Raises:
             ConfigError: some ranks are on another machine.

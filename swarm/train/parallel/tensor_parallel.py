@@ -34,11 +34,11 @@ from swarm.train.parallel.dispatch import DealtBank
 DIMENSIONS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
 """The dimension by which each matrix is cut: 0 for rows, 1 for columns."""
 NORMS = ("q_norm", "k_norm")
-"""Weights of QK-norm. A rank has those of its heads, or all where the heads share them."""
+"""Weights of QK-norm. A rank has those of its heads, or all if the heads share weights."""
 
 
 def why_not_cut(run: RunConfig, ways: int) -> str:
-    """Why heads, experts and tokens cannot be cut over so many ranks; "" if they can."""
+    """Why heads, experts and tokens cannot be cut over this number of ranks; "" if they can."""
     if run.model.num_key_value_heads % ways:
         return f"it has to divide the {run.model.num_key_value_heads} key/value heads"
     if ways > run.model.num_experts:
@@ -103,7 +103,7 @@ class AttentionHeads:
     def parts(
         self, named: Mapping[str, Tensor], shape: Callable[[str], tuple[int, ...]]
     ) -> dict[str, Tensor]:
-        """This rank's parts of several tensors; raises BadBlob if a cut one has a wrong shape."""
+        """This rank's parts of several tensors; raises BadBlob for a cut one of a wrong shape."""
         found = dict(named)
         for name in filter(self.cuts, named):
             if why := misfit(name, (*named[name].shape,), shape(name)):
@@ -123,7 +123,8 @@ class AttentionHeads:
     def square_sums(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The fp64 sum of squares of each whole gradient, on the CPU.
 
-        For gradients that are not cut it is the first rank's, so that all clip by the same factor.
+        For gradients that are not cut, the sum is the first rank's, so that all ranks clip by the
+        same factor.
 
         Raises:
             Disconnected: another rank has ended.
@@ -138,9 +139,9 @@ class AttentionHeads:
 
 
 class HeadsOptimizer(OwnedOptimizer):
-    """As `OwnedOptimizer`, for tensors that are cut here. Callers see whole tensors.
+    """`OwnedOptimizer` for tensors of which this rank has parts. Callers see whole tensors.
 
-    Int8 moments cannot be cut: their blocks would not be those of whole tensors.
+    Int8 moments cannot be cut, since their blocks would not be those of whole tensors.
     """
 
     def __init__(
@@ -240,7 +241,7 @@ def _base(stored: str) -> str:
 
 
 def _part_of_attention(name: str) -> str:
-    """The part of attention that a tensor belongs to, such as q_proj; "" for other tensors."""
+    """The part of attention to which a tensor belongs, such as q_proj; "" for other tensors."""
     _, _, within = name.partition(".self_attn.")
     return within.partition(".")[0]
 
@@ -300,7 +301,7 @@ class SharedNorm(RMSNorm):
     """A norm over the heads of all ranks, where each rank has some heads."""
 
     def __init__(self, own: RMSNorm, group: Ranks) -> None:
-        """`own`: the norm over this rank's heads alone, which this one replaces."""
+        """`own`: the norm over only this rank's heads, which this norm replaces."""
         super().__init__(len(own.weight), own.eps, own.weight.device)
         self._group = group
 
@@ -313,7 +314,7 @@ class SharedNorm(RMSNorm):
 
 
 class _SharedNorm(torch.autograd.Function):
-    """As `RMSNorm` on a CPU, with squares and their gradients summed over the ranks."""
+    """Like `RMSNorm` on a CPU, with squares and their gradients summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, group: Ranks) -> Tensor:
@@ -363,7 +364,7 @@ class SharedBank(DealtBank):
             mine_NK &= routing.kept_NK
         plan = recall.plan if recall else None
         if plan is None:
-            # A plan needs at least one row. A row of another rank has the weight 0 here.
+            # A plan needs at least one row, so a row of another rank is used with weight 0.
             planned_NK = mine_NK.clone()
             planned_NK[0, 0] = True
             owned, multiple = len(self.owned_here), self.multiple(x_ND)
@@ -397,8 +398,8 @@ def sums_bytes(tokens: int, model: ModelConfig, itemsize: int, ways: int, *, aga
     the weights. Recomputed tensors move again, except the experts' outputs.
 
     Args:
-        tokens: of the micro-batch.
-        model: its sizes.
+        tokens: tokens of the micro-batch.
+        model: sizes of the model.
         itemsize: bytes of the compute type.
         ways: ranks that share the micro-batch.
         again: whether the layer is recomputed for backward.
@@ -411,7 +412,7 @@ def sums_bytes(tokens: int, model: ModelConfig, itemsize: int, ways: int, *, aga
 
 
 def _gathered(group: Ranks, kind: str, rows_nX: Tensor) -> Tensor:
-    """The rows of all ranks. Backward gives each rank the summed gradients of its rows."""
+    """The rows of all ranks. In backward each rank gets the summed gradients of its rows."""
     found: Tensor = _Gathered.apply(group, kind, rows_nX)  # type: ignore[no-untyped-call]
     return found
 
@@ -484,7 +485,7 @@ class _Routed(torch.autograd.Function):
 
 
 class HeadsEngine(RankEngine):
-    """As `RankEngine`. Reading a cut tensor is an operation of the ranks of a group."""
+    """`RankEngine` with cut heads. To read a cut tensor, all ranks of a group must take part."""
 
     def __init__(
         self, run: RunConfig, options: EngineOptions, ranks: Ranks, *, stage: Stage | None = None
@@ -543,7 +544,8 @@ class HeadsEngine(RankEngine):
         scored_BT: Tensor | None = None,
         agreed: StandIn | None = None,
     ) -> float:
-        # Padding changes no other token: a token does not see later ones, and none is dropped.
+        # Padding changes no other token: a token does not attend to later ones, and none is
+        # dropped.
         missing = -(tokens_BT1.shape[1] - 1) % self._group.size
         if missing:
             scored = torch.ones_like(tokens_BT1[:, 1:], dtype=torch.bool)
@@ -557,7 +559,7 @@ class HeadsEngine(RankEngine):
         return super()._told(mine, rows if self._group.rank == 0 else (), shape)
 
     def _add_up(self) -> None:
-        """Adds up heads and experts over ranks with the same ones, the rest over the stage.
+        """Adds up gradients: of heads and experts over ranks with the same, others over the stage.
 
         The gradient of any other tensor comes from this rank's tokens only.
         """

@@ -1,1 +1,1 @@
-"""What engines need before they are made: bytes, seconds, and the choice between them."""
+"""Bytes and seconds of engines, predicted before they are made, and the choice between them."""

@@ -38,16 +38,16 @@ class Rows:
 
     @classmethod
     def even(cls, run: RunConfig, options: EngineOptions) -> Rows:
-        """Equal numbers for all experts; in bf16 on a CPU, each also has half a group's padding."""
+        """Equal numbers for all experts; in bf16 on a CPU, with half a group's padding each."""
         tokens = run.train.micro_batch_sequences * run.data.sequence_length
         rows, experts = tokens * run.model.num_experts_per_tok, run.model.num_experts / options.ep
         padded = DTYPES[options.compute].itemsize == 2 and options.device != "cuda"
-        received = rows / options.tp  # without tp, rows of as many tokens of other ranks
+        received = rows / options.tp  # without tp, also rows of other ranks' tokens
         computed = received + (PAD_ROWS_BF16 / 2 * experts if padded else 0)
         return cls(rows, received, computed, computed / experts)
 
     def crowded(self, more: float) -> Rows:
-        """The same with more rows on the rank's experts; 0.25 adds a quarter."""
+        """The same numbers with more rows for the rank's experts; 0.25 adds a quarter."""
         times = 1 + more
         return replace(
             self,
@@ -61,7 +61,7 @@ class MicroBatchBytes:
     """Bytes that the model's autograd functions keep for one micro-batch."""
 
     def __init__(self, run: RunConfig, options: EngineOptions, rows: Rows | None = None) -> None:
-        """`rows`: those of the layer in question; None for even routing."""
+        """`rows`: of the layer; None for even routing."""
         self.run, self.model, self.options = run, run.model, options
         self.tokens = run.train.micro_batch_sequences * run.data.sequence_length
         self.own = self.tokens / options.tp  # outside of attention and experts
@@ -93,7 +93,7 @@ class MicroBatchBytes:
         pairs = self.tokens * self.model.num_experts_per_tok
         rows = self.rows
         if self.options.tp > 1:
-            # Token and pair of the rank's own rows. For all pairs: the row, whether it is the
+            # Token and pair of the rank's own rows. For all pairs: the row, whether the row is the
             # rank's own, and another copy of the weights.
             return pairs * (8.0 + 2 + 4) + 8.0 * 2 * rows.computed
         if not self.travels:
@@ -125,7 +125,7 @@ class MicroBatchBytes:
     def kept_again(self) -> float:
         """Bytes of `kept` for a recomputed layer.
 
-        Its input and rows are counted elsewhere; a gradient of its router comes on top.
+        The layer's input and rows are counted elsewhere; a gradient of the router is added.
         """
         probabilities = 4 * self.own * self.model.num_experts
         return self.kept() - self.checkpoint() - self.routing() + probabilities
@@ -138,13 +138,13 @@ class MicroBatchBytes:
         return of_norms[model.qk_norm] + heads
 
     def places(self) -> float:
-        """The most places in attention for each token; over 1 where documents are padded."""
+        """The most places in attention for each token; more than 1 if documents are padded."""
         return WASTE if self.run.data.attention == "document" else 1
 
     def inputs(self) -> float:
-        """Number of kept inputs of experts: one for each row that travels, else for each token.
+        """Number of kept inputs of experts: one for each row that is sent, else for each token.
 
-        In fp32, a token's input is also the router's input. It is counted there, unless another
+        In fp32, a token's input is also the router's input, and is counted there unless another
         rank sent the token.
         """
         if self.travels:
@@ -170,7 +170,7 @@ class MicroBatchBytes:
 
         Args:
             layer_owned: parameters of the layer's owned experts.
-            frozen_layer: bytes of its frozen ones.
+            frozen_layer: bytes of the frozen experts of the layer.
         """
         model, c, rows = self.model, self.compute, self.rows
         # One expert at a time, or a grouped product of a stack, in pieces if there are many rows.
@@ -236,7 +236,7 @@ class MicroBatchBytes:
         return max(attention, experts, 2 * stream + padded + self.logits())
 
     def slice_tokens(self) -> int:
-        """Tokens whose logits exist at the same time."""
+        """Number of tokens whose logits exist at the same time."""
         return slice_tokens(math.ceil(self.own), self.model.vocab_size, self.options.device)
 
     def logits(self) -> float:

@@ -1,4 +1,4 @@
-"""Chooses an engine for a machine: the fastest of those whose predicted needs fit. Pure."""
+"""Chooses an engine for a machine: the fastest with predicted needs that fit. Pure."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ FORMATS = tuple(MOMENT_BYTES)
 
 @dataclass(frozen=True)
 class Rung:
-    """One engine, and its needs on a machine.
+    """One level: an engine, and its needs on a machine.
 
     Attributes:
-        options: of the engine, or of each of several workers.
+        options: options of the engine, or of each of several workers.
         need: predicted for a step; of several workers, the largest.
         peaks: predicted host memory of the whole process, phase by phase.
         time: predicted seconds of a step, in parts.
@@ -57,9 +57,9 @@ class Rung:
 
 
 def by_speed(ladder: Sequence[Rung]) -> list[Rung]:
-    """Sorts by format of moments, then by speed; among equally fast rungs, the least cut is first.
+    """Sorts by format of moments, then by speed; of equally fast rungs, the least cut comes first.
 
-    Streaming comes last: it is for models that fit in no other way.
+    Streaming comes last, since it is for models that fit in no other way.
     """
 
     def key(rung: Rung) -> tuple[bool, int, float, int, int]:
@@ -75,7 +75,7 @@ def least(ladder: Sequence[Rung]) -> Rung:
 
 
 def that_need_less(ladder: Sequence[Rung], chosen: Rung) -> list[Rung]:
-    """Rungs to step down to: each needs less device memory than `chosen` and all rungs before it.
+    """Rungs to step down to; each needs less device memory than `chosen` and earlier rungs.
 
     A streaming rung is included only if host memory suffices.
     """
@@ -88,14 +88,14 @@ def that_need_less(ladder: Sequence[Rung], chosen: Rung) -> list[Rung]:
 
 
 def best_of_each_cut(ladder: Sequence[Rung], chosen: Rung) -> list[Rung]:
-    """One rung for each other way to cut a model: rungs that fit come first, sorted by speed.
+    """One rung for each other way to cut a model; rungs that fit come first, by speed.
 
     Args:
-        ladder: in the order of `by_speed`.
+        ladder: the rungs in the order of `by_speed`.
         chosen: a rung of the ladder.
 
     Returns:
-        For each way the first engine that fits, or the one that needs least.
+        For each way, the first engine that fits, or the engine that needs least memory.
     """
     ways: dict[tuple[tuple[int, int, int], bool], list[Rung]] = {}
     for rung in ladder:
@@ -159,7 +159,7 @@ def _lack(rung: Rung, machine: Machine) -> str:
 
 
 RING = 3
-"""Gradient buffers that layers share, where updates keep up with the backward pass."""
+"""Number of gradient buffers that layers share, if updates keep up with the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -170,10 +170,10 @@ class Wishes:
         folder: where frozen experts may be mapped from disk; None forbids it.
         meshes: allowed ways to share experts, heads and layers of a resident engine. Each has as
             many workers as the machine's fabric.
-        schedule: of a pipeline.
+        schedule: schedule of a pipeline.
         chunks: runs of layers of each rank of an interleaved pipeline, if the model has enough.
         shard: whether workers that hold the same tensors cut masters and moments: only if nothing
-            else fits ("auto"), never, or always. State of sharded heads is never cut.
+            else fits ("auto"), never, or always. The state of cut heads is never cut.
     """
 
     engine: Literal["auto", "resident", "streaming"] = "auto"
@@ -189,7 +189,7 @@ class Wishes:
     shard: Literal["auto", "none", "state"] = "auto"
 
     def flowing(self, mesh: Mesh, layers: int) -> tuple[engine_options.ScheduleName, int]:
-        """The schedule of a mesh's pipelines of so many layers, and the chunks of each rank."""
+        """The schedule of a mesh's pipelines of `layers` layers, and the chunks of each rank."""
         if self.schedule != "interleaved":
             return self.schedule, 1
         chunks = min(self.chunks, layers // mesh.pp)
@@ -208,10 +208,10 @@ class EnginePlan(Rung):
     """An engine for a machine.
 
     Attributes:
-        below: engines to step down to, in this order, if memory runs out all the same.
-        reason: for this choice, in a sentence.
+        below: engines to step down to, in this order, if memory still runs out.
+        reason: reason for this choice, in a sentence.
         others: for several workers, the best engine of each other way to cut the model. The fastest
-            comes first; those that do not fit come last, with their smallest need.
+            comes first. Engines that do not fit come last, with their smallest need.
     """
 
     below: tuple[engine_options.EngineOptions, ...]
@@ -254,7 +254,7 @@ def _rungs(
             cut = replace(base, ep=mesh.ep, tp=mesh.tp, pp=mesh.pp, recompute=way)
             cut = replace(cut, schedule=schedule, chunks=chunks)
             shards = wishes.shards(mesh)
-            # Whole state with recomputed layers needs more than the rung before it.
+            # Whole state with recomputed layers needs more memory than the rung before.
             for number in shards[-1:] if way != ways[0] else shards:
                 yield replace(cut, shards=number)
     if wishes.engine == "resident" or machine.fabric.nodes > 1:  # one host copy
@@ -271,7 +271,8 @@ def _rungs(
     layers = run.model.num_hidden_layers
     places: list[tuple[engine_options.ActivationCheckpoints, int]] = []
     if machine.device == "cuda":
-        # Weights that stay on the device need no bus. On a CPU they would only be a second copy.
+        # Weights that stay on the device need no transfer. On a CPU they would be a useless second
+        # copy.
         stay = [layers, layers * 3 // 4, layers // 2, layers // 4]
         places = [
             (engine_options.ActivationCheckpoints.DEVICE, number)
@@ -314,7 +315,7 @@ def fits(need: Need, peaks: HostPeaks, machine: Machine) -> bool:
 def plan_engine(
     run: RunConfig, num_owned: int, machine: Machine, wishes: Wishes | None = None
 ) -> EnginePlan:
-    """The fastest engine that fits; if none does, the one that needs least."""
+    """The fastest engine that fits, or if none fits, the engine that needs least."""
     wishes = wishes or Wishes()
     ladder = [_rung(run, num_owned, each, machine) for each in rungs(run, machine, wishes)]
     several = machine.fabric.size > 1
@@ -350,7 +351,7 @@ def fits_here(
 def kept_for_workers(run: RunConfig) -> float:
     """The most bytes of shared values, in fp32, that are kept for new workers.
 
-    They are kept since the newest private state, which is written once a cycle where deltas are
+    Values since the newest private state are kept. That is written once a cycle if deltas are
     coded, otherwise in each round [P6].
     """
     is_coded = {run.wire.shared_coding, run.wire.experts_coding} != {"none"}
@@ -372,14 +373,14 @@ def _rung(
 
 
 def most_experts(run: RunConfig, machine: Machine, wishes: Wishes | None = None) -> int | None:
-    """How many experts the machine can own with any engine; None if not even the shared part."""
+    """How many experts the machine can own with any engine; None if not even the rest fits."""
     return most_with(run, machine, rungs(run, machine, wishes or Wishes()))
 
 
 def most_with(
     run: RunConfig, machine: Machine, ladder: Sequence[engine_options.EngineOptions]
 ) -> int | None:
-    """As `most_experts`, with one of these engines."""
+    """Like `most_experts`, with one of these engines."""
 
     def fit(num_owned: int) -> bool:
         return any(_rung(run, num_owned, options, machine).fits for options in ladder)

@@ -30,18 +30,18 @@ from swarm.train.planning.activations import MicroBatchBytes
 
 
 def need_of(run: RunConfig, num_owned: int, options: EngineOptions, workers: int = 0) -> Need:
-    """The peak of one step, or of a held-out loss, for a peer that owns so many experts.
+    """The peak of one step, or of a held-out loss, for a peer that owns `num_owned` experts.
 
     Args:
         run: the model and its micro-batches.
         num_owned: experts that the peer trains.
-        options: of the engine, or of each worker.
-        workers: number that share the micro-batches; 0 for the product of `ep` and `pp`.
+        options: options of the engine, or of each worker.
+        workers: number of workers that share the micro-batches. 0 for the product of `ep` and `pp`.
 
-    Allocator rounding, the libraries, a running round and the peer itself come on top. The result
+    Allocator rounding, libraries, a running round and the peer itself are not included. The result
     is within 5 % of the measured peak of allocations (`scripts/benchmarks/bench_memory.py`). For a
-    pipeline it is the need of the largest stage. Workers that stream have one host copy, and each
-    counts its part.
+    pipeline, the result is the need of the largest stage. Workers that stream share one host copy,
+    of which each counts its part.
     """
     if options.pp > 1:
         return max(stage_needs(run, num_owned, options, workers), key=lambda need: need.crowded)
@@ -66,10 +66,10 @@ def rank_need(
     Args:
         run: the model and its micro-batches.
         num_owned: experts that the peer trains.
-        options: of the workers.
+        options: options of the workers.
         loads: the rows of this rank.
         workers: number of ranks.
-        rank: which of them.
+        rank: number of the rank.
     """
     held = resident_memory.Held.of(run, options, workers)
     if options.pp > 1:
@@ -96,7 +96,7 @@ def owned_layer_bytes(model: ModelConfig, num_owned: int) -> int:
 def moving_bytes(run: RunConfig, num_owned: int, options: EngineOptions) -> int:
     """Bytes on top of `Need.device_state` while a resident engine exchanges its experts.
 
-    The old masters live until the last layer has its new ones, so that an engine without enough
+    The old masters exist until the last layer has its new masters, so that an engine without enough
     memory can step down. The frozen experts of one layer exist twice. A step needs as much for its
     gradients.
     """
@@ -112,9 +112,9 @@ def evaluation_bytes(
     """Bytes on top of `Need.device_state` during a held-out evaluation, in fp32 without a graph.
 
     These are the activations of one layer, a slice of logits, and one expert's converted matrices.
-    A streaming engine frees its device state for the evaluation. It then holds the fp32 masters of
-    two layers and the head, and takes all micro-batches of a pass through a layer together. It may
-    then need less than the freed state.
+    A streaming engine frees its device state for the evaluation. Then it holds the fp32 masters of
+    two layers and the head, and takes all micro-batches of a pass through a layer together. This
+    may be less than the freed state.
     """
     micro = MicroBatchBytes(run, replace(options, compute="fp32"))
     if options.kind is EngineKind.RESIDENT:
@@ -169,7 +169,7 @@ def _streaming_state(run: RunConfig, num_owned: int, options: EngineOptions) -> 
 
 
 def _wire(sizes: Sizes, options: EngineOptions) -> int:
-    """The trained tensors of a layer as they travel to the device."""
+    """Bytes of a layer's trained tensors in the form that is sent to the device."""
     cast = sizes.layer_cast + sizes.layer_owned
     return 4 * (sizes.layer_shared - sizes.layer_cast) + DTYPES[options.compute].itemsize * cast
 
@@ -217,13 +217,14 @@ def _streaming(run: RunConfig, num_owned: int, options: EngineOptions, workers: 
 PROCESS_BYTES = 0.39e9
 """Interpreter, libraries and network of a peer; the libp2p daemon is a process of its own."""
 CUDA_BYTES = 2.5e9
-"""Host memory of CUDA's libraries and context on top; not measured by this project."""
+"""Additional host memory of CUDA's libraries and context; not measured by this project."""
 SLACK_BYTES = 0.08e9
 """Bytes of freed chunks that allocators keep."""
 KEPT_MATRICES = 10
-"""Expert matrices in fp32 that a CPU's process holds after computing, with any number of experts.
-Measured by `scripts/benchmarks/bench_real_size.py` with matrices of 0.4 and of 47 MB."""
-# Buffers of codecs, merge, network, private state and export; tests compare with their constants.
+"""How many fp32 expert matrices a process on a CPU keeps after its computations, with any number of
+experts. Measured by `scripts/benchmarks/bench_real_size.py` with matrices of 0.4 and of 47 MB."""
+# Buffers of codecs, merge, network, private state and export; tests compare these with the
+# constants there.
 CHUNK_ELEMENTS = 2**20
 MERGE_COLUMNS = 2**16
 PIECE_BYTES = 4 * 2**20
@@ -263,12 +264,12 @@ class HostPeaks:
 
     @property
     def running_a_round(self) -> float:
-        """The largest of all phases between two trainings, without a merge."""
+        """The largest peak of the phases between two trainings, without a merge."""
         return max(self.offering, self.averaging, self.adopting, self.validating, self.leaving)
 
     @property
     def highest(self) -> float:
-        """The largest of all phases of a peer."""
+        """The largest peak of all phases of a peer."""
         return max(self.training, self.running_a_round, self.merging)
 
 
@@ -280,7 +281,7 @@ def host_peaks(
     num_peers: int,
     need: Need | None = None,
 ) -> HostPeaks:
-    """The peaks of a peer that owns so many experts, in a swarm of so many peers.
+    """The peaks of a peer that owns `num_owned` experts, in a swarm of `num_peers` peers.
 
     With several workers, these are the peaks of one worker. `need` is the engine's, if known.
     """
@@ -291,9 +292,10 @@ def host_peaks(
     rest += need.device_state + KEPT_MATRICES * matrix if on_host else CUDA_BYTES
     rest += min(FLOWS_PER_PEER * max(1, num_peers - 1), FLOWS) * PIECE_BYTES
     donors = experts * MERGE_COLUMNS * (16 + 4) + 64 * experts**2
-    # A mean: one chunk of each value, their weighted sum in fp32 twice, and the result.
+    # A mean needs one chunk of each value, their weighted sum in fp32 twice, and the result.
     mean = chunk * (4 * num_peers + 4 + 4 + 4)
-    # The resident engine sets the owned masters of a layer aside while the agreed values stand in.
+    # The resident engine puts the owned masters of a layer aside while the agreed values replace
+    # them.
     is_resident = options.kind is EngineKind.RESIDENT
     aside = owned_layer_bytes(run.model, num_owned) if is_resident else 0
     moving = moving_bytes(run, num_owned, options) if is_resident and on_host else 0

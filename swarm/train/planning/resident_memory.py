@@ -27,8 +27,8 @@ from swarm.train.engine.sizes import (
 from swarm.train.planning.activations import MicroBatchBytes, Rows
 
 CROWDING = 0.25
-"""A plan leaves room for this share of rows above even routing on a rank's experts. At a capacity
-factor of 1.25 a Switch Transformer with a balancing loss drops few tokens of an expert
+"""A plan leaves room for this share of rows above even routing on a rank's experts. The reason: at
+a capacity factor of 1.25 a Switch Transformer with a balancing loss drops few tokens of an expert
 (arXiv 2101.03961, section 2.2), and a rank's experts together are nearer to the mean."""
 Loads = Sequence[Sequence[Rows]]
 """The rows of each layer, for each micro-batch of a rank in order."""
@@ -43,16 +43,16 @@ class Ends(NamedTuple):
 
 @dataclass(frozen=True)
 class Held:
-    """What a worker holds of a model, and for how many micro-batches.
+    """The part of a model that a worker holds, and its numbers of micro-batches.
 
     Attributes:
-        stage: its layers and ends.
+        stage: the worker's layers and ends.
         micro_batches: the most that any worker has in a step.
         kept: the most micro-batches that wait for backward. With several chunks a stage, a
             micro-batch may count in part.
         received: micro-batches for which there are buffers between stages.
-        sharers: workers that hold the same shared tensors and add up their gradients. They have
-            different micro-batches, or different tokens of the same ones.
+        sharers: number of workers with the same shared tensors, which add up their gradients. These
+            workers have different micro-batches, or different tokens of the same micro-batches.
     """
 
     stage: Stage
@@ -68,7 +68,7 @@ class Held:
 
     @classmethod
     def of(cls, run: RunConfig, options: EngineOptions, workers: int) -> Held:
-        """All layers, and the most micro-batches of one of so many workers."""
+        """All layers, and the most micro-batches of any of the `workers`."""
         sharers = max(workers // options.pp, options.ep)
         tokens = run.train.micro_batch_sequences * run.data.sequence_length
         micro_batches = -(-(run.train.batch_tokens // tokens) * options.tp // sharers)
@@ -95,7 +95,7 @@ class Held:
         )
 
     def waiting(self, micro: MicroBatchBytes, sizes: Sizes) -> float:
-        """Bytes of a pipeline's stage on top of its graphs.
+        """Bytes of a pipeline's stage besides its graphs.
 
         The last stage forms the gradients of the head and of its input with the loss, and keeps
         them for micro-batches that wait for backward. It also keeps the rows of completed
@@ -111,12 +111,12 @@ class Held:
             return going_back
         formed = GRADIENT_BYTES * sizes.table + micro.checkpoint() * (1 + micro.compute / 4)
         done = len(chunks[-1].layers) * micro.sorted_rows() if self.received else 0.0
-        kept = self.kept if len(chunks) == 1 else 1  # the last chunk goes backward at once
+        kept = self.kept if len(chunks) == 1 else 1  # the last chunk begins backward at once
         return going_back + (kept - 1) * formed + (self.received - kept) * done
 
     @property
     def sides(self) -> int:
-        """Ends of the stage's chunks that have a neighbour."""
+        """How many ends of the stage's chunks have a neighbour."""
         return 2 * len(self.stage.chunks) - self.stage.is_first - self.stage.is_last
 
     def buffers(self, micro: MicroBatchBytes) -> float:
@@ -125,7 +125,7 @@ class Held:
 
 
 def held_by_stages(run: RunConfig, options: EngineOptions, workers: int) -> list[Held]:
-    """The `Held` of a worker, stage by stage."""
+    """The `Held` of a worker of each stage, in order."""
     whole, stages = Held.of(run, options, workers), pipeline_cut(run, options).stages
     found = []
     for index, stage in enumerate(stages):
@@ -139,12 +139,12 @@ def held_by_stages(run: RunConfig, options: EngineOptions, workers: int) -> list
 
 
 def kept_by_chunks(micro_batches: int, stages: int, stage: int, chunks: int) -> float:
-    """The most micro-batches that wait for backward, where each stage has several chunks.
+    """The most micro-batches that wait for backward if each stage has several chunks.
 
     Torch's schedule first takes a round of micro-batches forward through all chunks but the last,
-    and two more for each stage behind this one. Then forward and backward alternate. A micro-batch
-    that has passed some of the chunks counts as that part. The flows of `flows_of` run one after
-    another.
+    and two further micro-batches for each stage behind this stage. Then forward and backward
+    alternate. A micro-batch that has passed some of the chunks counts as that fraction. The flows
+    of `flows_of` run one after another.
     """
     number = max(flows_of(micro_batches, stages))
     of_a_round = number // max(1, number // stages)
@@ -199,7 +199,7 @@ class _Graph:
         return sum(self.layers) + self.ends
 
     def going_back(self, gradients: Sequence[float]) -> float:
-        """Peak bytes of the backward pass on top of `kept`. Layers above are freed one by one.
+        """Peak bytes of the backward pass on top of `kept`; layers above are freed one by one.
 
         Args:
             gradients: bytes of gradients that exist while each layer goes backward.
@@ -217,9 +217,9 @@ def resident_need(
     Args:
         run: the model and its micro-batches.
         num_owned: experts that the peer trains.
-        options: of the engine, or of each worker.
+        options: options of the engine, or of each worker.
         held: the part of the model that the rank holds.
-        loads: the rows of its layers, for at least as many micro-batches as it keeps.
+        loads: the rows of the rank's layers, for at least as many micro-batches as the rank keeps.
     """
     # The worker with the most experts: experts are dealt out evenly, rounded up.
     sizes = sizes_of(run.model, -(-num_owned // options.ep), options.tp)

@@ -34,7 +34,7 @@ class StepTime:
     """Predicted seconds of a step, one part after the other.
 
     Attributes:
-        products: matrix products, if all ranks computed all the time.
+        products: matrix products, as if all ranks computed all the time.
         waiting: the slowest rank's wait for others: stages that fill and drain, an uneven number
             of micro-batches, stages of unequal size.
         tokens: transfer of tokens to experts and back.
@@ -60,7 +60,7 @@ class StepTime:
         return computing + self.tokens + self.outputs + self.stream + self.sums
 
     def longest_part(self, than: StepTime) -> str:
-        """The part, in words, that exceeds the same part of the other step by most."""
+        """The part that most exceeds the same part of the other step, in words."""
         words = {
             "products": "layers are computed again",
             "waiting": "workers wait for each other",
@@ -75,7 +75,7 @@ class StepTime:
 
 
 def step_time(run: RunConfig, num_owned: int, options: EngineOptions, machine: Machine) -> StepTime:
-    """The seconds of a step of a peer that owns so many experts.
+    """The seconds of a step of a peer that owns `num_owned` experts.
 
     The resident engine is assumed to overlap nothing. In the streaming engine copies and updates
     overlap products.
@@ -89,7 +89,7 @@ def step_time(run: RunConfig, num_owned: int, options: EngineOptions, machine: M
     flops = tokens * step_flops_with(run, num_owned) * (4 / 3 if again else 1)
     micro_s = flops / mesh.tp / (machine.tflops * 1e12)
     micro_batches = run.train.batch_tokens // tokens
-    # Each stream of micro-batches passes all stages. Slots are those of the slowest rank, one for
+    # Each stream of micro-batches passes all stages. The slowest rank determines the slots, one for
     # each of its chunks of layers.
     flowing = -(-micro_batches * options.pp * mesh.tp // mesh.size)
     goes = len(flows_of(flowing, options.pp)) if options.chunks > 1 else 1
@@ -178,8 +178,8 @@ def _streaming(
     weights = 2 * (layers - stay) * (2 * sizes.layer + frozen) + stay * 2 * sizes.layer
     most = -(-micro_batches // len(ranks))  # of any rank
     passes = -(-most // (options.pass_micro_batches or most))
-    # Sums of gradients go to the host after each pass, and come back for the next one. Several
-    # ranks first add theirs up; each sends and updates its share.
+    # Sums of gradients go to the host after each pass, and come back for the next pass. Several
+    # ranks first add up their gradients; then each sends and updates its share.
     share = sizes.trained / len(ranks)
     inward = passes * weights + (passes - 1) * 4 * share
     bus_s = max(inward, passes * 4 * share) / (machine.bus_gb_s * 1e9)

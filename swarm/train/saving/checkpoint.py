@@ -1,16 +1,16 @@
-"""A peer's private state on disk: with a manifest, all that bit-exact resuming needs.
+"""A peer's private state on disk. With a manifest, it is enough to resume bit for bit.
 
 The file begins with the tensors in the safetensors format. One JSON object with all other fields
 follows, then its length (8 bytes) and the BLAKE3 digest of everything before (32). The file is
 written under a temporary name, fsynced and renamed. The previous file stays as `NAME.previous`.
-Loading executes nothing in the file, and checks the digest of the whole file first.
+Loading executes no code from the file, and first checks the digest of the whole file.
 
-Worker processes write their own tensors, each process to one file (`hashed_file.py`). The state is
-the index of these parts: its JSON lists their lengths and digests, and it holds all other tensors.
-The state is written last. Parts that neither this state nor the previous one lists are removed.
+Worker processes write their own tensors, each process to one file (`hashed_file.py`), a *part*. The
+state's JSON lists lengths and digests of the parts, and the state's file has all other tensors. The
+state is written last. Parts that neither this state nor the previous one lists are removed.
 
-The offered digests stand at the end. So one thread can hash the tensors and another one can write
-them while the offered values are still encoded and stored.
+The offered digests come at the end of the file. So one thread can hash the tensors, and another can
+write them, while the offered values are still being encoded and stored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from swarm.train.saving import hashed_file
 
 _FORMAT = 3
 _READABLE = (2, 3)
-"""The second format had no parts."""
+"""Formats that can be read; format 2 had no parts."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,20 +48,19 @@ class PrivateState:
     Attributes:
         engine: masters, moments and counts.
         run_id: the run it belongs to.
-        base_tip: digest of the manifest that training started from.
-        round: the round that it was offered for.
-        steps: local steps that are offered,
-        tokens: of these steps.
+        base_tip: digest of the manifest from which training started.
+        round: the round for which the steps were offered.
+        steps: local steps that are offered.
+        tokens: tokens of these steps.
         seconds: duration of these steps.
-        data_position: samples of the peer's own text that it has trained on, including these steps.
-        offered: unit -> digest of the offered value.
-        expert_bases: owned expert -> digest of the agreed value that its progress extends.
+        data_position: samples of the private corpus that the peer has read, including these steps.
+        offered: digest of the offered value of each unit.
+        expert_bases: for each owned expert, digest of the agreed value that its progress extends.
         rng: states of torch's random generators, see `read_rng`.
-        carried: units that the previous round already left out, see
-            `swarm.protocol.training.adoption`.
-        deltas: unit -> digest of the delta that makes its offered value, for units with a delta.
-        part_bases: part of the shared tensors -> digest of the agreed value that its progress
-            extends. Empty if all parts are due in each round.
+        carried: units that the previous round left out, see `swarm.protocol.training.adoption`.
+        deltas: for each unit with a delta, digest of the delta that makes its offered value.
+        part_bases: for each part of the shared tensors, digest of the agreed value that its
+            progress extends. Empty if all parts are due in each round.
         is_offered: False if the steps are in no offer yet, because the peer was stopping.
     """
 
@@ -84,13 +83,13 @@ class PrivateState:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A private state and its source, one of two files, with a sentence about the choice."""
+    """A private state, the file (of two) that it came from, and a sentence about the choice."""
 
     state: PrivateState
     reason: str
     newest_is_lost: bool
     """Whether this is the previous state because the newest one is damaged or missing. False if the
-    newest one merely could not be read."""
+    newest one only could not be read."""
 
 
 class Saving:
@@ -104,7 +103,7 @@ class Saving:
         """Begins to write. `finish` raises the errors of writing."""
         self.path = path
         self.is_open = True
-        """Whether `finish` may be called. It may be called once, whether it succeeds or not."""
+        """Whether `finish` may be called, which is allowed only once."""
         self._is_in_place = False
         self._tensors = engine.tensors
         self._rng = {f"rng.{name}": each for name, each in rng.items()}
@@ -151,7 +150,7 @@ class Saving:
         return [tensors, self._rng]
 
     def _finished_parts(self) -> Sequence[hashed_file.Part]:
-        """The parts, after they and their names are durable."""
+        """The parts, once they and their names are durable."""
         if self._parts is None:
             return ()
         parts = self._parts.finish()
@@ -177,10 +176,10 @@ class Saving:
 def save_private(path: Path, state: PrivateState, begun: Saving | None = None) -> None:
     """Makes a private state durable, and keeps the previous one as `NAME.previous`.
 
-    When this returns the file survives a power cut. A kill at any moment leaves a whole file at
-    `path`. Cost: writes 12 bytes per trained parameter once, holds no copy of them.
+    After the call the file survives a power cut. After a kill at any moment there is a whole file
+    at `path`. The cost is one write of 12 bytes per trained parameter, without a copy in memory.
 
-    `begun` is a saving of its tensors that has begun already. It can be finished only once.
+    `begun` is a saving of the state's tensors that has begun already.
 
     Raises:
         StateError: the disk is full or cannot be written.
@@ -206,12 +205,12 @@ def drop_unfinished(path: Path) -> None:
 def load_private(path: Path) -> PrivateState:
     """Reads a private state. Tensors are read from the file on look-up.
 
-    The file stays open, so it may be replaced meanwhile. Cost: one pass for the digest, and memory
-    for a piece.
+    The file stays open, so it may be replaced while it is read. The cost is one pass for the
+    digest, and memory for a piece.
 
     Raises:
         CorruptState: the file is torn, truncated or changed.
-        UnreadableState: it is missing, cannot be read now, or has another format.
+        UnreadableState: the file is missing, cannot be read now, or has another format.
     """
     try:
         file = OpenFile.at(path)
@@ -242,7 +241,7 @@ def peek_counts(path: Path) -> Counts | None:
     """`EngineState.counts` of the file at `path`, without a check of the digest.
 
     Returns:
-        None if there is no such file, or it has no such form.
+        None if there is no file, or it has another form.
     """
     try:
         file = OpenFile.at(path)
@@ -277,10 +276,10 @@ def _is_sound(file: OpenFile, body_bytes: int) -> bool:
 
 
 def load_newest(path: Path) -> Loaded | None:
-    """The private state at `path`, or the previous one if that file is damaged or unreadable.
+    """The private state at `path`, or the previous state if this file is damaged or unreadable.
 
     Returns:
-        None if both files are missing, because nothing was ever saved.
+        None if both files are missing, since no state was ever saved.
 
     Raises:
         CorruptState: all files that are there are damaged or unreadable.
@@ -306,12 +305,12 @@ def load_newest(path: Path) -> Loaded | None:
 
 
 def resume_newest(path: Path) -> Loaded | None:
-    """As `load_newest`, for the peer that will save here: also removes useless files.
+    """Like `load_newest`, for the peer that will save here: also removes useless files.
 
     It removes the temporary file of a killed saving. If the newest state is damaged, the previous
-    one takes its place. Otherwise the next saving would replace the previous state by the damaged
-    one, and a kill during that saving would leave no good state. A file that cannot be read now, or
-    not by this version, stays until the next saving. Until then, a start that can read the file
+    state takes its place. Otherwise the next saving would replace the previous state by the damaged
+    state, and a kill during that saving would leave no good state. A file that cannot be read now
+    or by this version stays until the next saving. Until then, a start that can read the file
     resumes from it.
 
     Raises:

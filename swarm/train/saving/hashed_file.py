@@ -33,16 +33,16 @@ from swarm.train.engine import tensor_file
 LENGTH_BYTES = 8
 DIGEST_BYTES = 32
 CHUNKS_AHEAD = 4
-"""Most chunks that are hashed but not yet written. They are the memory that saving takes."""
+"""Most chunks that are hashed but not yet written; they are the memory that saving needs."""
 HASHED_BYTES = 64 * 2**20
-"""Bytes that are read and hashed at once: enough for all cores."""
+"""Bytes that are read and hashed at a time, enough to use all cores."""
 FLUSH_BYTES = 256 * 2**20
 """Bytes that are written between two flushes to disk, so that the last fsync is short."""
 STALLED_S = 120.0
 """A disk that takes longer for `FLUSH_BYTES` counts as broken."""
 LOOK_S = 1.0
 END_S = 10.0
-"""Longest wait for the threads of an abandoned file."""
+"""Longest wait for the threads of a file that is given up."""
 Result = TypeVar("Result")
 _DTYPES = {
     torch.float32: "F32",
@@ -57,7 +57,7 @@ class Written:
     """A file that is whole and durable.
 
     Attributes:
-        num_bytes: of it.
+        num_bytes: size of the file.
         digest: BLAKE3 of its content, without a seal.
     """
 
@@ -66,18 +66,18 @@ class Written:
 
 
 class HashedFile:
-    """Writes tensors into a file: one thread hashes them, another one writes.
+    """Writes tensors into a file: one thread hashes them, another thread writes.
 
-    The tensors must not change until `finish` or `give_up` has returned. After `give_up` nothing
-    here refers to them. Otherwise an engine that then changes its experts would keep their old
-    values in memory.
+    The tensors must not change until `finish` or `give_up` has returned. After that this object
+    refers to no tensor, so that an engine that changes its experts does not keep old values in
+    memory.
     """
 
     def __init__(self, path: Path, groups: Callable[[], Sequence[Mapping[str, Tensor]]]) -> None:
         """Begins to write.
 
         Args:
-            path: of the file. An older file is replaced.
+            path: path of the file. An older file is replaced.
             groups: called by the hashing thread. It returns the tensors in the order of the file.
         """
         self._path = path
@@ -86,14 +86,13 @@ class HashedFile:
         self._room = threading.Semaphore(CHUNKS_AHEAD)
         self._given_up = False
         self._in_disk_since_s: float | None = None
-        """When the writing thread began its present wait for the disk. None while it does not
-        wait."""
+        """When the writing thread began its present wait for the disk; None if it does not wait."""
         self._pool = Helpers("swarm-private", 2)
         self._written: Future[BinaryIO] | None = self._pool.submit(self._write)
         self._hashed: Future[None] | None = self._pool.submit(self._hash, groups)
 
     def finish(self, trailer: Callable[[], Iterable[bytes]] = tuple, *, seal: bool) -> Written:
-        """Waits until all is written and durable. Call it once.
+        """Waits until the file is written and durable. May be called once.
 
         Args:
             trailer: called after the tensors are hashed. It returns the bytes after the tensors.
@@ -119,15 +118,15 @@ class HashedFile:
     def give_up(self) -> None:
         """Stops writing, and waits until it has stopped. Harmless after `finish`.
 
-        A thread that hangs in the disk is logged and abandoned. It may write once more into its
-        open file, so the caller removes this file instead of reusing it.
+        A thread that hangs in a disk call is logged and abandoned. Such a thread may still write
+        into its open file, so the caller removes this file instead of reusing it.
         """
         self._given_up = True
         self._room.release()  # for the hashing thread
         self._pool.end(END_S, cancels=False)
         if self._written is not None:
             self._written.add_done_callback(_close)
-        # The tracebacks of their errors hold tensors.
+        # The tracebacks of the threads' errors hold tensors.
         self._written = self._hashed = None
 
     def _once_done(self, future: Future[Result] | None) -> Result:
@@ -189,7 +188,7 @@ def _close(written: Future[BinaryIO]) -> None:
 
 
 def _emptied(file: BinaryIO) -> None:
-    """Frees a file's disk space for writers that wait. Another file may have its name by now."""
+    """Frees a file's disk space for waiting writers. Another file may have its name by now."""
     descriptor = os.dup(file.fileno())
     try:
         with contextlib.suppress(OSError):
@@ -254,7 +253,7 @@ PREVIOUS = ".previous"
 
 
 class UnreadableState(CorruptState):
-    """A file that may be sound, but cannot be read now, or not by this version.
+    """A file that may be intact, but cannot be read now or by this version.
 
     The caller treats it as damaged for now. The file is kept for a later start.
     """
@@ -265,8 +264,8 @@ class Part:
     """A safetensors file, whole and durable.
 
     Attributes:
-        name: in the folder of parts.
-        num_bytes: of it.
+        name: name of the file in the folder of parts.
+        num_bytes: size of the file.
         digest: BLAKE3 of it, in hex.
     """
 

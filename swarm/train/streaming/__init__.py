@@ -1,1 +1,1 @@
-"""An engine whose device holds only the part that it computes; all else is in host memory."""
+"""An engine whose device holds only the layers being computed; all else is in host memory."""

@@ -1,4 +1,4 @@
-"""Copies between host and device that overlap the computation, and waits for them."""
+"""Copies between host and device that overlap the computation, and waits for such copies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Mark:
-    """A point in a device's queue of work; on a CPU it is always reached already."""
+    """A point in a device's queue of work; on a CPU every point is reached at once."""
 
     event: torch.cuda.Event | None = None
 
@@ -31,7 +31,7 @@ class Bus:
 
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
-        # A new thread's current device is the first GPU, which may not be this process's.
+        # A new thread's current device is the first GPU, which may not be that of this process.
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else device
         self.bytes_in = self.bytes_out = 0
         self._in = torch.cuda.Stream(device) if cuda else None
@@ -40,14 +40,15 @@ class Bus:
     def enter(self) -> None:
         """Makes the device the calling thread's current one.
 
-        A new thread's current device is the first GPU. Waiting for an event, or leaving the stream
-        of a copy, would make a context there: some 0.5 GB of a GPU on which another rank computes.
+        A new thread's current device is the first GPU. To wait for an event, or to leave the stream
+        of a copy, would make a context there, which takes 0.5 GB of a GPU on which another rank
+        computes.
         """
         if self._in is not None:
             torch.cuda.set_device(self.device)
 
     def mark(self) -> Mark:
-        """A mark behind all computation that the device was given so far."""
+        """A mark after all computation given to the device so far."""
         if self._in is None:
             return Mark()
         return Mark(torch.cuda.current_stream(self.device).record_event())
@@ -58,12 +59,12 @@ class Bus:
             torch.cuda.current_stream(self.device).wait_event(mark.event)
 
     def fetch(self, target: Tensor, source: Tensor, *after: Mark) -> Mark:
-        """Copies to the device, once all of `after` are reached; returns a mark behind the copy."""
+        """Copies to the device once all of `after` are reached; returns a mark after the copy."""
         self.bytes_in += source.nbytes
         return self._copy(self._in, target, source, after)
 
     def send(self, target: Tensor, source: Tensor, *after: Mark) -> Mark:
-        """Copies from the device, otherwise as `fetch`."""
+        """Copies from the device; otherwise like `fetch`."""
         self.bytes_out += source.nbytes
         return self._copy(self._out, target, source, after)
 
@@ -93,7 +94,7 @@ class Bus:
                 lane.wait_event(mark.event)
         with torch.cuda.stream(lane):
             target.copy_(source, non_blocking=True)
-        # Waiting threads sleep (blocking): spinning would take a core from updates.
+        # Waiting threads sleep (`blocking`), since spinning would take a core from updates.
         event = torch.cuda.Event(blocking=True)
         event.record(lane)
         return Mark(event)

@@ -26,12 +26,12 @@ from swarm.train.streaming.bus import Bus, Mark
 from swarm.train.streaming.gradients import Accumulator, Buffers, GradientOffload
 
 READ_S = 120.0
-"""Seconds: a disk that takes longer to read a layer's frozen experts counts as broken."""
+"""A disk that takes longer than this to read a layer's frozen experts counts as broken."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Host memory that a place is filled from: a unit and, for a layer, its frozen experts."""
+    """Host memory from which a place is filled: a unit and, for a layer, its frozen experts."""
 
     unit: host_model.HostUnit
     frozen: host_model.FrozenUnit | None
@@ -50,8 +50,8 @@ class Place:
     Attributes:
         parameters: views of the trained part, by the parameters' names within the unit.
         layer: the decoder layer that computes with them; None for the head.
-        holds: the unit that is here or arriving, with its versions: trained part, frozen part.
-        free: reached once the device no longer uses the contents.
+        holds: the unit that is here or arriving, with the versions of its trained and frozen parts.
+        free: a mark, reached once the device no longer uses the contents.
     """
 
     def __init__(self, trained: Packing, frozen: Packing | None, device: torch.device) -> None:
@@ -115,7 +115,7 @@ class Places:
         bus: makes the copies.
         sources: the units by name.
         new_place: makes a place for a layer.
-        num_layers: of the model.
+        num_layers: number of layers of the model.
         resident_layers: number of layers with a place of their own.
     """
 
@@ -144,7 +144,7 @@ class Places:
         return sum(place.num_bytes for place in [*self._own.values(), *self._shared])
 
     def prefetch(self, name: str) -> Place:
-        """Starts fetching a unit, if the device does not have its newest values yet."""
+        """Starts fetching a unit if the device does not have its newest values yet."""
         place = self._own.get(name) or self._choose(name)
         source = self._sources[name]
         frozen_version = source.frozen.version if source.frozen else 0
@@ -275,7 +275,7 @@ class DeviceSide:
             self.buffers = None
 
     def make_room(self) -> None:
-        """As `release`, but keeps the host's buffers: pinning them again would take long."""
+        """Like `release`, but keeps the host's buffers: pinning them again would take long."""
         places: Places | None = vars(self).get("_places")
         if places is not None:
             places.close()
@@ -366,7 +366,7 @@ class DeviceSide:
         return place
 
     def take_layer_forward(self, layer: int) -> Place:
-        """As `take_layer`, and starts fetching the next unit of the forward pass."""
+        """Like `take_layer`, but also starts fetching the next unit of the forward pass."""
         place = self.take_layer(layer)
         if layer + 1 < self._run.model.num_hidden_layers:
             self.prefetch_layer(layer + 1)

@@ -36,7 +36,7 @@ class GradientBuffer:
         return self._arena.buffer.nbytes
 
     def bytes_for(self, packing: Packing) -> Tensor:
-        """The part of the memory that a unit's gradients fill."""
+        """The part of the memory for a unit's gradients."""
         return self._arena.buffer[: packing.num_bytes]
 
     def close(self) -> None:
@@ -49,11 +49,11 @@ class GradientOffload:
     """The transfer of one unit's gradients to the host.
 
     Attributes:
-        unit: whose gradients they are.
+        unit: the unit of the gradients.
         place_in_forward: the unit's place in the order of the forward pass.
-        buffer: where they arrive.
+        buffer: host memory in which the gradients arrive.
         squares: fp64, on the host: the sum of squares of each gradient, in the unit's order.
-        arrived: reached once they are on the host.
+        arrived: a mark, reached once the gradients are on the host.
     """
 
     unit: HostUnit
@@ -86,18 +86,18 @@ class _Job:
 class HostOptimizer:
     """Updates units on threads of the CPU while the device computes.
 
-    The waiting unit that the forward pass needs first is updated first. So the next step can begin
-    while later units are still updated. `HostUnit.wait`, and fetching the unit, raise an update's
-    error again.
+    Of the waiting units, the one that the forward pass needs first is updated first. So the next
+    step can begin while later units are still being updated. `HostUnit.wait`, and fetching the
+    unit, raise the error of an update.
 
     Attributes:
-        failed: whether an update failed, so that some masters may be half updated.
+        failed: whether an update failed, so that some masters may be partly updated.
     """
 
     def __init__(self, num_threads: int, begin: Callable[[], None]) -> None:
-        """Starts the threads. The one that waits for gradients calls `begin` before its first wait.
+        """Starts the threads. The one that waits for gradients first calls `begin`.
 
-        If `begin` fails, so does that update, and the next update calls `begin` again.
+        If `begin` fails, that update fails too, and the next update calls `begin` again.
         """
         self._jobs: list[_Job] = []
         self._begin, self._has_begun = begin, False
@@ -108,10 +108,10 @@ class HostOptimizer:
         self._thread.start()
 
     def submit(self, offload: GradientOffload, factors: Factors, update: Update) -> None:
-        """Updates a unit once its gradients have arrived; its version rises at once.
+        """Updates a unit once its gradients have arrived; the unit's version rises at once.
 
         Args:
-            offload: its gradients; their buffer is busy until the update is done.
+            offload: gradients of the unit. Their buffer is busy until the update is done.
             factors: see `Factors`; called once the gradients have arrived.
             update: learning rate and count.
         """
@@ -197,7 +197,7 @@ class Accumulator:
 
         Args:
             unit: whose gradients follow.
-            before: the unit's sums over earlier passes, to which its gradients are added.
+            before: the unit's sums over earlier passes, to which the new gradients are added.
         """
         self.packing, self.views = unit.packing, unit.packing.views(self._buffer)
         self._runs = unit.runs()
@@ -208,7 +208,7 @@ class Accumulator:
         sums, free = before.buffer.bytes_for(self.packing), self._left
         here = self._buffer[: self.packing.num_bytes]
         if self._ranks.size > 1:
-            # Only this process's share continues earlier sums; the rest starts from zero.
+            # Only this process's share continues earlier sums; the others start from zero.
             self._bus.wait(free)
             here.view(torch.float32).fill_(-0.0)
             free = self._bus.mark()
@@ -247,7 +247,7 @@ class Accumulator:
         """Sends this process's share of the gradients, and the sums of their squares, to the host.
 
         Returns:
-            A mark that is reached once they are there.
+            A mark that is reached once gradients and sums have arrived.
         """
         flat = self._buffer[: self.packing.num_bytes].view(torch.float32)
         found = square_sums([flat[part] for part in _parts(self.packing, self._run)])
@@ -273,7 +273,7 @@ class Buffers:
         units: all units, in the order of the forward pass.
         shared: how many buffers the layers share; 0 gives each layer its own.
         memory: where gradients lie.
-        pinned: for a GPU.
+        pinned: whether the memory is pinned, for a GPU.
     """
 
     def __init__(
@@ -303,12 +303,12 @@ class Buffers:
     ) -> GradientOffload:
         """Starts the transfer of a unit's gradients.
 
-        Waits until the buffer's previous update is done, and raises the error of that update.
+        Waits until the buffer's previous update has ended, and raises that update's error.
 
         Args:
-            name: of the unit.
-            gradients: its sums.
-            scale: of the loss, where the device computes Muon's directions; else None.
+            name: name of the unit.
+            gradients: gradients of the unit.
+            scale: scale of the loss, where the device computes Muon's directions; else None.
 
         Raises:
             Disconnected: another rank has ended.

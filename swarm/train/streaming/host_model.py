@@ -45,7 +45,7 @@ def runs_of(begins: Sequence[int], num_bytes: int, ways: int) -> tuple[slice, ..
 
     Args:
         begins: where a run may begin; one of them is 0.
-        num_bytes: of the buffer.
+        num_bytes: bytes of the buffer.
         ways: number of runs.
     """
     places = sorted({*begins, num_bytes})
@@ -58,10 +58,10 @@ def runs_of(begins: Sequence[int], num_bytes: int, ways: int) -> tuple[slice, ..
 
 
 class CommonOptimizer(OwnedOptimizer):
-    """An `OwnedOptimizer` of processes that make the same calls; one process loads the values."""
+    """An `OwnedOptimizer` of several processes with equal calls, one of which loads the values."""
 
     def __init__(self, settings: OptimizerConfig, form: MomentsFormat, memory: HostMemory) -> None:
-        """As `OwnedOptimizer`; moments are taken from `memory`."""
+        """Like `OwnedOptimizer`; moments are allocated in `memory`."""
         super().__init__(settings, form)
         self._memory = memory
 
@@ -89,7 +89,7 @@ class CommonOptimizer(OwnedOptimizer):
 
 
 def unit_shapes(run: RunConfig, layer_shapes: Mapping[str, Shape]) -> dict[str, dict[str, Shape]]:
-    """Unit -> name -> shape of its shared tensors, in the order of the forward pass.
+    """Shapes of the shared tensors, by unit and name, in the order of the forward pass.
 
     `layer_shapes` are those of a layer, named without the layer's prefix.
     """
@@ -110,10 +110,10 @@ class HostUnit:
 
     Attributes:
         name: "embedding", "layer.3" or "head".
-        packing: of the masters.
+        packing: packing of the masters.
         masters: fp32 views by parameter name; owned experts as stacks.
-        wire_packing: of the copy for the device, whose matrices have the compute type.
-        version: rises with every submitted change, before the change is made.
+        wire_packing: packing of the copy for the device, whose matrices have the compute type.
+        version: rises with every submitted change, before that is made.
         pending: the unfinished update of this process's share.
     """
 
@@ -134,9 +134,9 @@ class HostUnit:
             name: see above.
             run: the model and the optimizer's settings.
             compute: type of matrices in the copy for the device.
-            form: of the moments.
-            pinned: for a GPU.
-            memory: for everything that it allocates.
+            form: form of the moments.
+            pinned: whether the memory is pinned, for a GPU.
+            memory: memory for everything that the unit allocates.
             finished_R: int64, in that memory: the number of updates that each process has finished.
         """
         self.name, self._run, self._compute, self._pinned = name, run, compute, pinned
@@ -147,7 +147,7 @@ class HostUnit:
         self.pending: Future[bool] | None = None
         self._arenas: list[Arena] = []
         self._directions: dict[Piece, Tensor] = {}
-        """Muon's directions for the next update. The update itself computes the missing ones."""
+        """Muon's directions for the next update, which computes missing ones itself."""
 
     @property
     def layer(self) -> int | None:
@@ -239,11 +239,11 @@ class HostUnit:
         """Computes Muon's directions for the matrices of this process, for the next update.
 
         Args:
-            gradients: of all parameters of the unit, on the device that computes.
+            gradients: gradients of all parameters of the unit, on the device that computes.
             scale: the factor that the gradients still contain.
         """
         self.settle()
-        self._directions.clear()  # the step of those that are left was skipped
+        self._directions.clear()  # left over from a skipped step
         for piece in self.own_pieces():
             if piece.matrix is not None:
                 gradient_x = gradients[piece.name].view(-1)[piece.in_whole]
@@ -251,13 +251,13 @@ class HostUnit:
                 self._directions[piece] = self.optimizer.direction_of(piece, gradient_x).cpu()
 
     def decide(self, done: Future[bool]) -> None:
-        """Announces one more update by all processes; `done` completes with this one's share."""
+        """Announces an update by all processes; `done` completes with this process's share."""
         self.version += 1
         self._decided += 1
         self.pending = done
 
     def finish(self) -> None:
-        """Tells all processes that this one has made its oldest unfinished update."""
+        """Informs all processes that this process has made its oldest unfinished update."""
         self._finished_R[self._memory.rank] += 1
 
     def settle(self) -> None:
@@ -268,7 +268,7 @@ class HostUnit:
         self._memory.wait_until(self._finished_R, self._decided)
 
     def wait(self) -> None:
-        """As `settle`, but a second call does not raise the same error again."""
+        """Like `settle`, but a second call does not raise the same error again."""
         try:
             self.settle()
         finally:
@@ -299,12 +299,11 @@ class HostUnit:
 class FrozenUnit:
     """The frozen experts of one layer, in host memory or in memory-mapped files.
 
-    On disk, lent experts stay in the files that they were lent from. The unit's own file has the
-    other experts. The file is sparse: elements that were never written take no space, except one
-    block.
+    On disk, lent experts stay in their original files. The unit's own file has the other experts.
+    It is sparse: elements that were never written take no space, except one block.
 
     Attributes:
-        packing: of the stacks' parts.
+        packing: packing of the stacks' parts.
         buffer: the copy for the device. On disk it lacks lent experts, which only `fill` gives.
         version: rises with every change.
     """
@@ -329,7 +328,7 @@ class FrozenUnit:
         """Whether anything was written to the unit's own file."""
 
     def own(self, owned: Sequence[int], masters: Mapping[str, Tensor]) -> None:
-        """Holds all experts except the owned ones; `masters` has values of newly frozen ones."""
+        """Holds all experts except the owned ones; `masters` has values of newly frozen experts."""
         experts = [e for e in range(self._run.model.num_experts) if e not in owned]
         if self._arena is not None and experts == list(self._row_of):
             return
@@ -352,7 +351,7 @@ class FrozenUnit:
         self.packing = frozen_packing(self._run, self._form, num_frozen)
         file = None
         if self._folder is not None:
-            # The old file is only unlinked: mapped parts of it can still be read.
+            # The old file is only unlinked, so that mapped parts of it can still be read.
             file = self._folder / f"frozen-{self.layer}"
         arena = self._memory.take(self.packing.num_bytes, pinned=self._pinned, file=file)
         return arena, stacks_of(self._form, self.packing.views(arena.buffer))
@@ -374,7 +373,7 @@ class FrozenUnit:
         return self._folder is not None
 
     def get(self, expert: int, projection: str) -> Tensor:
-        """One matrix, in the form of `FrozenStack.get`; read-only."""
+        """One matrix, read-only, in the same form as from `FrozenStack.get`."""
         lent = self._lent.get((expert, projection))
         return self._stacks[projection].get(self._row_of[expert]) if lent is None else lent
 
@@ -390,14 +389,14 @@ class FrozenUnit:
         return self.on_disk and matrix.dtype is DENSE_TYPES.get(self._form)
 
     def keep(self, expert: int, projection: str, matrix: Tensor) -> None:
-        """Uses a lent matrix from now on. Once all are lent, the unit's own file is emptied."""
+        """Uses a lent matrix from now on; empties the unit's own file once all are lent."""
         self._lent[expert, projection] = matrix
         self.version += 1
         if self._written and len(self._lent) == len(PROJECTIONS) * len(self._row_of):
             self._use(*self._new_arena(len(self._row_of)), written=False)
 
     def fill(self, target: Tensor) -> None:
-        """Reads everything into memory with the layout of `buffer`."""
+        """Reads all experts into memory with the layout of `buffer`."""
         if not self._lent:
             target.copy_(self.buffer)
             return
@@ -437,7 +436,7 @@ class HostStore:
         frozen: frozen experts by layer.
         biases: selection bias of each layer's router; none for a softmax router.
         owned: experts that are trained.
-        memory: for everything except the biases; each process has its own biases.
+        memory: memory for everything except the biases; each process has its own biases.
         tied: whether the head is the embedding.
     """
 
@@ -484,7 +483,7 @@ class HostStore:
     def own(self, owned: Sequence[int]) -> None:
         """Moves experts between masters and frozen storage; see `Engine.own`.
 
-        Cost: one layer exists twice at a time.
+        Needs memory for a second copy of one layer.
         """
         self._move(tuple(owned))
 
@@ -510,7 +509,7 @@ class HostStore:
         return self._shapes[name]
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Tensors by Hugging Face name, in their stored type; int8 ones as fp32 copies.
+        """Tensors by Hugging Face name, in their stored type, but int8 tensors as fp32 copies.
 
         Raises:
             BadBlob: the model has no such name.
@@ -544,7 +543,7 @@ class HostStore:
                     self.frozen[layer].put(expert, projection, tensor)
 
     def _seen(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Raises versions for another process's writes; returns the biases, which are local."""
+        """Raises versions for writes by another process; returns the biases, which are local."""
         for name in named:
             self.shape(name)
             if not self._is_master(name):
@@ -565,7 +564,7 @@ class HostStore:
             self.units[unit_of(part.name)].write(part, values)
 
     def lend(self, named: Mapping[str, Tensor]) -> None:
-        """As `write`, but does not copy tensors of frozen experts on disk if their type fits."""
+        """Like `write`, but without copies of frozen experts on disk if their type fits."""
         self._check(named)
         copied = {}
         for name, tensor in named.items():

@@ -34,7 +34,7 @@ class Evaluation:
 
     Args:
         run: the model.
-        options: of the engine.
+        options: options of the engine.
         store: the source of units; no update may be running.
         ranks: processes that share the micro-batches.
     """
@@ -90,10 +90,10 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 class StreamingEngine:
     """An engine that keeps the model in host memory; see `Engine`.
 
-    With `optimizer.clip = "global"` the updates wait for the norm of all gradients and then
-    overlap the next step. With "unit", a unit is updated as soon as its gradients are on the host.
-    Then a unit whose gradient is not finite stays as it is, while units above it may have been
-    updated already.
+    With `optimizer.clip = "global"` the updates wait for the norm of all gradients and then overlap
+    the next step. With "unit", a unit is updated as soon as its gradients are on the host. Then a
+    unit whose gradient is not finite is unchanged, while units above it may have been updated
+    already.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class StreamingEngine:
 
         Args:
             run: the model.
-            options: of the engine.
+            options: options of the engine.
             ranks: processes that share the micro-batches.
             memory: shared by these processes; None for memory of its own.
         """
@@ -144,12 +144,12 @@ class StreamingEngine:
 
     @property
     def device_bytes(self) -> int:
-        """Weights and gradients on the device; activations come on top."""
+        """Weights and gradients on the device, without activations."""
         return self._device.num_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Masters, moments, frozen experts, gradients, activation checkpoints; mapped files too."""
+        """Masters, moments, frozen experts, gradients, activation checkpoints, and mapped files."""
         return self._store.num_bytes + self._device.host_bytes + self._checkpoints.num_bytes
 
     def own(self, experts: Sequence[int]) -> None:
@@ -230,7 +230,7 @@ class StreamingEngine:
     # ------------------------------------------------ a step
 
     def before_update(self, wait: Callable[[], None]) -> bool:
-        """See `Engine`; False with clip "unit": units change while lower layers still compute."""
+        """See `Engine`; False with clip "unit", where units change while lower layers compute."""
         if not self._options.is_read_beside(self._run):
             return False
         self._drain()
@@ -321,7 +321,7 @@ class StreamingEngine:
     def _go(self, one: Pass, update: Update | None, *, last: bool) -> dict[str, GradientOffload]:
         """Runs one pass; with `update`, a unit is updated as soon as its gradients have arrived.
 
-        `last`: whether its gradients are those of the whole step.
+        `last`: whether the pass completes the gradients of the whole step.
         """
         device, gone, scale = self._device, {}, self._guard.scale.value
         is_here = last and self._run.optimizer.kind == "muon" and self.orthogonalises
@@ -348,9 +348,9 @@ class StreamingEngine:
     def _factors_of_unit(
         self, scale: float, norms: Mapping[str, Tensor]
     ) -> dict[str, Tensor] | None:
-        """Clipping factors of one unit, or None if its gradient is not finite.
+        """Clipping factors of one unit; None if its gradient is not finite.
 
-        `scale` is the loss's scale in this step; the guard may have a new one for the next step.
+        `scale` is the loss's scale in this step. The guard may have a new scale for the next step.
         """
         num_units = len(self._store.units)
         scaled = {name: norm / scale for name, norm in norms.items()}

@@ -61,13 +61,13 @@ class ActivationCheckpointStore:
             return
         host = self._kept[key]
         target = torch.empty_like(host, device=self._bus.device)
-        # Earlier computation may still use this memory.
+        # Earlier computation may still be using this memory.
         mark = self._bus.mark()
         self._back[key] = (target, self._bus.fetch(target, host, mark, self._left[key]))
         self._bus.keep(target)
 
     def take(self, key: Key) -> Tensor:
-        """The input, fp32 on the device; the store forgets it."""
+        """The input, fp32 on the device; removed from the store."""
         if self._where is ActivationCheckpoints.DEVICE:
             return self._kept.pop(key)
         self.prefetch(key)
@@ -77,7 +77,7 @@ class ActivationCheckpointStore:
         return target.float()
 
     def clear(self) -> None:
-        """Drops the leftovers of a step that failed."""
+        """Drops the inputs left by a failed step."""
         self._kept.clear()
         self._back.clear()
 
@@ -101,7 +101,7 @@ class Pass:
 
     Attributes:
         micro_batches: tokens, on the device where the caller has them, and masks.
-        losses: of each micro-batch, detached.
+        losses: losses of each micro-batch, detached.
     """
 
     def __init__(
@@ -124,8 +124,8 @@ class Pass:
             checkpoints: keeps the inputs of layers.
             micro_batches: tokens and masks.
             divisor: number of micro-batches of the whole step.
-            scale: of the loss.
-            controls: of each micro-batch.
+            scale: scale of the loss.
+            controls: the routing controls of each micro-batch.
             before: gradients of earlier passes of this step, by unit.
         """
         self._run, self._device, self._checkpoints = run, device, checkpoints
@@ -164,7 +164,7 @@ class Pass:
         return own, self._recalls[layer][index], self._controls[index].part(layer)
 
     def head(self, x: list[Tensor]) -> list[Tensor]:
-        """The gradients at the last layer's output, by micro-batch; adds up the head's own too."""
+        """Gradients at the last layer's output, by micro-batch; adds up the head's gradients."""
         self._device.begin_head(self._before)
         return [self._one_head(index, x_BTD.detach()) for index, x_BTD in enumerate(x)]
 
@@ -196,9 +196,10 @@ class Pass:
         """Recomputes a layer and runs its backward.
 
         Args:
-            layer: which.
-            dx: gradients at its output, by micro-batch; replaced by those at its input.
-            positions: of all micro-batches.
+            layer: number of the layer.
+            dx: gradients at the layer's output, by micro-batch. Replaced by the gradients at its
+                input.
+            positions: the positions of all micro-batches.
 
         Returns:
             The layer's gradients, added up.

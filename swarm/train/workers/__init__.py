@@ -1,1 +1,1 @@
-"""Worker processes of one peer: starting, commanding, watching and restoring them."""
+"""Worker processes of one peer: starts, commands, watches and restores them."""

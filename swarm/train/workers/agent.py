@@ -1,8 +1,8 @@
 """The program on a node: starts workers for its controller, and forwards messages both ways.
 
-Workers see no difference, because they use a socket and files of their own machine. The agent keeps
-the controller's tensors once for all workers, in a file without a name. When either side ends the
-connection, the agent kills the workers and dials again.
+Workers work as on the peer's machine, because they use a socket and files of their own machine. The
+agent keeps the controller's tensors once for all workers, in a file without a name. When either
+side ends the connection, the agent kills the workers and dials again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from swarm.train.workers.roster import Node, pause_s
 logger = logging.getLogger(__name__)
 
 GONE_S = 10.0
-"""A served controller has ended when it could not be reached for this long."""
+"""After this long without a connection, a served controller counts as ended."""
 SAY_EVERY_S = 60.0
 
 
@@ -37,7 +37,7 @@ class Agent:
         controller: host and port.
         key: the key that both hold.
         node: the hardware and versions of this node.
-        local: GPU of its only worker. None gives the workers GPUs from 0 on.
+        local: GPU of the agent's only worker. None: the workers get GPUs from 0 on.
         folder: for tensors of the controller. None for the system's folder for temporary files.
     """
 
@@ -48,7 +48,7 @@ class Agent:
     folder: Path | None = None
 
     def serve(self, *, once: bool) -> None:
-        """Serves the controller again and again.
+        """Serves the controller, one connection after another.
 
         Args:
             once: whether to return after a served controller has disconnected. Otherwise it never
@@ -130,7 +130,7 @@ class _Session:
     def run(self) -> None:
         """Forwards messages. Ends with Closed, Lost, StateError, BadMessage or OSError."""
         self._selector.register(self._wire.socket, selectors.EVENT_READ, None)
-        self._obey_all()  # the first command may have come with the welcome
+        self._obey_all()  # the first command may have come with the greeting
         while True:
             for key, _ in self._selector.select():
                 if key.data is not None:

@@ -42,7 +42,7 @@ def flagged(names: Collection[str], flags: str) -> list[str]:
 
 
 def held(tensors: Mapping[str, Tensor], forms: Mapping[str, tensor_file.Form]) -> set[str]:
-    """Tensors that a rank holds whole in memory, so that it can write them alone."""
+    """Tensors that a rank holds whole in memory, so that no other rank is needed to write them."""
     if isinstance(tensors, tensor_file.LazyTensors):
         return set()
     return {n for n, each in tensors.items() if forms.get(n) == (each.dtype, tuple(each.shape))}
@@ -51,7 +51,7 @@ def held(tensors: Mapping[str, Tensor], forms: Mapping[str, tensor_file.Form]) -
 def deal_out(
     forms: Mapping[str, tensor_file.Form], holders: Sequence[Collection[str]]
 ) -> list[list[str]]:
-    """Assigns tensors to writing ranks: evenly in bytes, and masters with their moments.
+    """Assigns tensors to writing ranks, evenly by bytes, and masters together with their moments.
 
     Args:
         forms: of all tensors of the state.
@@ -79,7 +79,7 @@ class PartSaving:
     """One rank's part while it is written.
 
     Attributes:
-        stem: of the saving that it belongs to.
+        stem: stem of the saving that the part belongs to.
     """
 
     def __init__(self, stem: str, path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -99,7 +99,7 @@ class PartSaving:
             return {"is": "refused", "errno": error.errno, "text": error.strerror or str(error)}
 
     def give_up(self) -> None:
-        """Returns when no tensor is read any more; see `HashedFile.give_up`."""
+        """Returns once no tensor is being read; see `HashedFile.give_up`."""
         if self._file is not None:
             self._file.give_up()
         self._pool.end()
@@ -117,12 +117,12 @@ def num_bytes_of(form: tensor_file.Form) -> int:
 
 
 Stamp = tuple[int, int]
-"""Distinguishes a file from one that replaces it."""
+"""Identifies a file, as distinct from a file that replaces it."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command for all workers, and its tensors. None for a command without tensors."""
+    """A command for all workers, with its tensors, if any."""
 
     message: Message
     tensors: Mapping[str, Tensor] | None = None
@@ -130,11 +130,11 @@ class Command:
 
 @dataclass(frozen=True)
 class Saved:
-    """The private state of this machine, where the trainer saves it.
+    """Access to this machine's private state, as the trainer saves it.
 
     Attributes:
-        peek: counts and stamp of the newest state. None if there is none.
-        load: the newest state, checked.
+        peek: returns counts and stamp of the newest state. None if there is no state.
+        load: returns the newest state, checked.
     """
 
     peek: Callable[[], tuple[Counts, Stamp] | None]
@@ -166,10 +166,10 @@ class _Stretch:
     """The commands given since the saving of a private state began.
 
     Attributes:
-        counts: of that state. None before the first saving.
+        counts: counts of that state. None before the first saving.
         before: the file on disk before that saving. None if there was none.
-        frozen: where to read the values of the matrices that were frozen then, by name.
-        commands: those given since then.
+        frozen: where the values of the matrices that were frozen then can be read, by name.
+        commands: the commands since then.
     """
 
     counts: Counts | None
@@ -179,7 +179,7 @@ class _Stretch:
 
 
 class History:
-    """Keeps commands as long as new workers would need them."""
+    """Keeps the commands that new workers would need."""
 
     def __init__(self, folder: Path | None, saved: Saved) -> None:
         """Writes tensors to files in `folder`. None for the system's folder for temporary files."""
@@ -211,20 +211,20 @@ class History:
         return file
 
     def add(self, command: Command) -> None:
-        """Records an executed command. Drops commands before a state that is on disk by now."""
+        """Records an executed command; drops commands older than a state that is on disk by now."""
         self._stretches[-1].commands.append(command)
         if len(self._stretches) > 1:
             self._forget()
 
     def froze(self, names: Iterable[str], values: Mapping[str, Tensor]) -> None:
-        """Frozen matrices have these values from now on. The values are not copied."""
+        """Notes that frozen matrices have these values from now on; does not copy the values."""
         self._frozen |= dict.fromkeys(names, values)
 
     def mark(self, counts: Counts, trained: Callable[[str], bool]) -> None:
-        """The private state is about to be saved. Drops commands before the one on disk.
+        """Notes that the private state will be saved; drops commands before the one on disk.
 
         Args:
-            counts: of the state.
+            counts: counts of the state.
             trained: whether the state holds a tensor, by name.
         """
         self._frozen = {n: values for n, values in self._frozen.items() if not trained(n)}
@@ -260,10 +260,10 @@ class History:
         self._stretches = self._stretches[self._index() :]
 
     def _index(self) -> int:
-        """The first stretch that may begin with the state on disk. The oldest if none does.
+        """The first stretch that may begin with the state on disk; the oldest if none does.
 
-        Two states may have equal counts. Repeating the writes between them does no harm, so the
-        first stretch is right for both.
+        Two states may have equal counts. The writes between them can be repeated without harm, so
+        the first stretch is right for both.
         """
         peeked = self._saved.peek()
         if peeked is not None:
@@ -292,7 +292,7 @@ class Found(Mapping[str, Tensor]):
 
 
 def _by_expert(frozen: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Found]:
-    """The matrices of one expert after the other, so that few are in flight at once."""
+    """The matrices of experts, expert by expert, so that few matrices are in flight at once."""
     for _, names in itertools.groupby(sorted(frozen, key=_expert), _expert):
         yield Found({name: frozen[name].__getitem__ for name in names})
 
@@ -303,7 +303,7 @@ def _expert(name: str) -> int:
 
 
 def load_commands(state: EngineState) -> list[Command]:
-    """Commands that load a private state. The last one makes the workers read all its files."""
+    """Commands that load a private state. The last command makes the workers read all its files."""
     tensors = state.tensors
     *parts, last = tensors.files if isinstance(tensors, tensor_file.JoinedFiles) else (tensors,)
     size = sum(map(num_bytes_of, tensor_file.forms_of(tensors).values()))

@@ -28,7 +28,8 @@ from swarm.train.workers.exchange import Closed, Message
 
 MAGIC = b"SWK1"
 MAX_MESSAGE_BYTES = 64 * 2**20
-"""The forms of all tensors of a private state of 100 layers with 512 experts take 30 MB."""
+"""Limit of a message. The forms of all tensors of a private state take 30 MB for 100 layers with
+512 experts."""
 MAX_OFFSET = 2**53
 """Whole numbers below it are exact in every JSON decoder."""
 STALL_S = 60.0
@@ -38,11 +39,11 @@ _HEAD = struct.Struct(">4sIQ")
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR, linux/sockios.h
 
 Segments = Sequence[tuple[int, int]]
-"""Places in a file: offset and number of bytes of each."""
+"""Segments of a file: offset and number of bytes of each."""
 
 
 class Wire:
-    """One end of a connection, for one sending and one receiving thread.
+    """One end of a connection, used by one sending and one receiving thread.
 
     Attributes:
         socket: readable when there is something to `receive`.
@@ -74,7 +75,7 @@ class Wire:
             raise Closed(str(error)) from error
 
     def _send_part(self, file: int, offset: int, count: int) -> None:
-        # sendfile sets the position of its descriptor. Nobody else reads by this position.
+        # sendfile moves the position of its descriptor, which no other reader uses.
         with open(file, "rb", buffering=0, closefd=False) as content:
             if count and self.socket.sendfile(content, offset, count) < count:
                 raise OSError(errno.EIO, "a file of tensors is too short")
@@ -83,7 +84,7 @@ class Wire:
         """Waits for bytes of the other side. `take` returns the messages that they complete.
 
         Raises:
-            Closed: no bytes will come.
+            Closed: no more bytes will come.
         """
         try:
             content = self.socket.recv(2**16)
@@ -135,7 +136,7 @@ class Wire:
         """Writes the bytes of the last taken message to their places in a file.
 
         Raises:
-            Closed: the bytes do not come.
+            Closed: the bytes do not arrive.
             OSError: the file cannot be written.
         """
         buffer = memoryview(bytearray(min(CHUNK_BYTES, max(1, _total(segments)))))
@@ -148,7 +149,7 @@ class Wire:
                     piece, offset = piece[written:], offset + written
 
     def _read_into(self, buffer: memoryview) -> int:
-        """Received bytes, those that came with the message first."""
+        """Reads bytes; first those that came with the message."""
         early = min(len(buffer), len(self._received))
         if early:
             buffer[:early] = self._received[:early]
@@ -163,7 +164,7 @@ class Wire:
         return count
 
     def is_open(self) -> bool:
-        """Whether the other side is connected. Call it only when nothing is to be received."""
+        """Whether the other side is connected. Call it only when no message is expected."""
         self.socket.settimeout(0)
         try:
             return bool(self.socket.recv(1, socket.MSG_PEEK))
@@ -238,7 +239,7 @@ def interface_of(address: str) -> str | None:
     """The network interface with an IPv4 address, for torch's connections. None if none has it.
 
     Args:
-        address: of this machine.
+        address: an address of this machine.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -290,14 +291,14 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 
 
 class Refused(Exception):
-    """The other side refuses this one. The message names the reason."""
+    """The other side refuses this side. The message names the reason."""
 
 
 def key_at(path: Path, *, may_make: bool) -> bytes:
     """Reads the key in a file. Makes a missing file if allowed.
 
     Args:
-        path: of a file with one line of 64 hexadecimal digits.
+        path: path of a file with one line of 64 hexadecimal digits.
         may_make: whether to make a missing file. The controller does, and nodes get a copy.
 
     Raises:
@@ -330,9 +331,9 @@ def admit(wire: Wire, key: bytes) -> Message:
         The hardware and versions of the node.
 
     Raises:
-        Refused: it does not hold the key.
-        Closed: it does not answer.
-        BadMessage: its answer is no proof.
+        Refused: the node does not hold the key.
+        Closed: the node does not answer.
+        BadMessage: the answer of the node is no proof.
     """
     end_s = time.monotonic() + HANDSHAKE_S
     ours, limit, wire.limit = secrets.token_hex(NONCE_BYTES), wire.limit, MAX_STRANGER_BYTES
@@ -354,7 +355,7 @@ def introduce(wire: Wire, key: bytes, hello: Message) -> None:
     Raises:
         Refused: one side does not hold the key, or has another version.
         Closed: the controller does not answer.
-        BadMessage: its answer is no proof.
+        BadMessage: the answer of the controller is no proof.
     """
     end_s = time.monotonic() + HANDSHAKE_S
     limit, wire.limit = wire.limit, MAX_STRANGER_BYTES

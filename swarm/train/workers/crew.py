@@ -17,8 +17,7 @@ from swarm.train.workers.members import START_S, SYMPTOM_S, Lost, Member, Worker
 from swarm.train.workers.nodes import LOOK_S, Nodes
 
 OVERTIME_S = 10.0
-"""Longest time of a question when the peer's time to leave is over. Its last questions are
-short."""
+"""Limit of a question once the peer's time to leave is over; its last questions are short."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,8 @@ class Place:
     Attributes:
         size: number of workers on this machine.
         device: "cpu", or "cuda" with a separate GPU for each worker.
-        threads: CPU threads of each.
-        backend: of torch.distributed. It is gloo also if several workers share a GPU.
+        threads: CPU threads of each worker.
+        backend: the backend of torch.distributed; gloo on CPUs, and if several workers share a GPU.
     """
 
     size: int
@@ -42,10 +41,10 @@ class Crew:
     """Processes that compute together. Only one thread at a time may use it.
 
     Attributes:
-        place: of the workers of this machine.
-        pids: process ids, by rank. A process id from another node is valid only on that node.
-        is_starting: whether they are still catching up with the peer. Their commands then end with
-            the peer's time to leave. Later commands may exceed it a little.
+        place: place of the workers of this machine.
+        pids: process ids, by rank; on another node, an id is valid there only.
+        is_starting: whether the workers are still catching up with the peer. Commands then end with
+            the peer's time to leave. Later commands may exceed this time a little.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Crew:
         """Starts the workers as soon as the nodes are there.
 
         Args:
-            place: of the workers of this machine.
+            place: place of the workers of this machine.
             nodes: the nodes with workers for this peer. None for workers of this machine alone.
             remaining_s: most seconds that their start may take from now on. 0 or less once a
                 leaving peer must end.
@@ -111,7 +110,7 @@ class Crew:
             The answers by rank.
 
         Raises:
-            Lost: the workers cannot be asked again, and must be ended.
+            Lost: the workers cannot be asked any more, and must be ended.
             WorkersFailed: the peer must end, and the workers first.
             SwarmError: raised by the workers.
             RuntimeError: a bug in the workers.
@@ -120,7 +119,7 @@ class Crew:
 
     @property
     def may_grow(self) -> bool:
-        """Whether nodes are waiting that would make a restarted crew larger."""
+        """Whether waiting nodes would make a restarted crew larger."""
         age_s = time.monotonic() - self._began_s
         return self._nodes is not None and self._nodes.has_more(self._size, age_s)
 
@@ -184,7 +183,7 @@ def _received(members: Sequence[Member]) -> dict[int, Message]:
 
 
 def _why_late(answers: Mapping[int, Message], size: int, what: str, within_s: float) -> str:
-    """Names the silent workers, or the failed one that the others wait for."""
+    """Names the silent workers, or the failed worker for which the others wait."""
     for rank, answer in answers.items():
         if "failed" in answer:
             return f"worker {rank} failed and the others wait: {answer['text']}"
@@ -204,7 +203,7 @@ def _left(does: str, silent: str) -> WorkersFailed:
 
 
 def _raise_memory(rank: int, answer: Message) -> None:
-    """Raises Lost at once, because the other ranks wait for this one."""
+    """Raises Lost at once, because the other ranks wait for this rank."""
     if answer.get("failed") == "memory":
         raise Lost(f"worker {rank}: {answer['text']}", is_memory=True)
 

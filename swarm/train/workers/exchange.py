@@ -1,9 +1,9 @@
 """Messages between a controller and its workers: lines of JSON, and tensors in files.
 
-A line may come with one open file, passed as a descriptor. The file holds tensors for the worker,
-which the line lists by name, or is empty and takes the tensors of its answer. Nothing is pickled,
-and nothing needs a shared-memory file system. Between machines `controller_wire.py` carries the
-same messages.
+A line may come with one open file, passed as a descriptor. The file has tensors for the worker,
+which the line lists by name, or is empty and receives the tensors of the answer. Nothing is
+pickled, and nothing needs a shared-memory file system. Between machines `controller_wire.py`
+carries the same messages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from swarm.train.engine.tensor_file import OpenFile, Place, TensorFile
 
 Message = dict[str, Any]
 ENUMS = {"kind": EngineKind, "activation_checkpoints": ActivationCheckpoints}
-"""The options of an engine that JSON has no type for."""
+"""Options of an engine whose type JSON lacks."""
 RECEIVED_BYTES = 2**16
 
 
@@ -38,7 +38,7 @@ class Closed(Exception):
 
 
 class Channel:
-    """Messages over one end of a pair of Unix sockets. Any thread sends, one receives."""
+    """Messages over one end of a pair of Unix sockets. Any thread may send, one receives."""
 
     def __init__(self, end: socket.socket) -> None:
         """Takes ownership of the socket, which may have a time-out."""
@@ -99,7 +99,7 @@ class Answer(TensorFile):
     """A file for an answer, shared with other ranks that write to it.
 
     Attributes:
-        mine: names of the tensors that this rank has put there.
+        mine: names of the tensors that this rank has put into the file.
     """
 
     def __init__(self, file: OpenFile) -> None:

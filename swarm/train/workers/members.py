@@ -17,12 +17,12 @@ from swarm.train.workers.exchange import Channel, Closed, Message
 logger = logging.getLogger(__name__)
 
 START_S = 300.0
-"""Longest time of loading torch from a slow disk and meeting the others."""
+"""Longest time to load torch from a slow disk and to meet the others."""
 END_S = 30.0
-"""Longest wait for a killed process. The system removes it at once, unless a driver holds it."""
+"""Longest wait for a killed process, which the system removes at once unless a driver holds it."""
 SYMPTOM_S = 10.0
-"""Longest wait for further answers after one rank has failed. The first failure may be only a
-symptom, and another rank then reports the cause within this time."""
+"""Longest wait for further answers after a rank has failed. The first failure may be only a
+symptom, whose cause another rank reports within this time."""
 
 
 class Lost(Exception):
@@ -41,7 +41,7 @@ class Member(ABC):
     """One or several ranks at the other end of a socket.
 
     Attributes:
-        ranks: its ranks.
+        ranks: ranks of the member.
         socket: readable when there is something to `receive`.
     """
 
@@ -72,10 +72,9 @@ class WorkerProcess(Member):
         """Starts the process.
 
         Args:
-            rank: of the worker.
-            threads: its CPU threads.
-            interface: network interface by which it meets the others. None leaves the choice to
-                torch.
+            rank: rank of the worker.
+            threads: CPU threads of the worker.
+            interface: network interface for meeting the others. None leaves the choice to torch.
 
         Raises:
             OSError: the system starts no process.

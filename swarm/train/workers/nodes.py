@@ -33,13 +33,12 @@ from swarm.version import __version__
 logger = logging.getLogger(__name__)
 
 MAX_STRANGERS = 16
-"""The most connections that are asked for the key at once. One more connection ends the oldest
-connection of the host that has most of them. This hurts no node with the key, which answers at
-once."""
+"""Most connections that are asked for the key at a time. A further connection ends the oldest
+connection of the host with most. A node with the key answers at once, so it is not affected."""
 GIVES_WAY_S = 1.0
-"""Seconds within which a connection has left that was ended for another one."""
+"""Seconds within which an ended connection makes room for another."""
 MAX_WAITING = 256
-"""The most nodes that wait to be called. One more node replaces the oldest."""
+"""Most nodes that wait to be called. A further node replaces the oldest."""
 LOOK_S = 1.0
 SAY_EVERY_S = 15.0
 COMPLAIN_EVERY_S = 60.0
@@ -107,10 +106,10 @@ def is_public(host: str) -> bool:
 
 
 class Nodes:
-    """Listens for nodes. Threads of its own admit them.
+    """Listens for nodes. Separate threads admit nodes.
 
     Attributes:
-        port: where it listens.
+        port: the port on which it listens.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class Nodes:
             address: host and port. Port 0 takes a free one.
             key: the key that nodes must hold.
             wanted: the numbers of workers.
-            device: on which they compute.
+            device: the device on which workers compute.
             wait_s: longest wait of `called` for all workers.
             remaining_s: most seconds of waiting from now on. 0 or less once a leaving peer must
                 end.
@@ -147,14 +146,14 @@ class Nodes:
         self._waiting: list[_Waiting] = []
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         self._asked: dict[socket.socket, str] = {}
-        """Connections that are asked for the key, the oldest first, and their hosts."""
+        """Hosts of the connections that are asked for the key, the oldest first."""
         self._takes_public = is_public(self._host)
         self._refusals, self._complained_s = 0, float("-inf")
         self._system, self._thread = system, SupervisedThread("nodes", self._listen, system)
         self._thread.start()
 
     def called(self) -> Called:
-        """Waits until enough nodes are there, and removes them from the waiting ones.
+        """Waits for enough nodes, and takes them out of the waiting ones.
 
         Raises:
             WorkersFailed: too few nodes have come in time.
@@ -194,9 +193,9 @@ class Nodes:
         """Whether a crew of fewer workers than wanted is worth restarting with more.
 
         Args:
-            size: of the crew.
-            age_s: seconds of its computing. A crew younger than `wait_s` is not restarted, whatever
-                nodes come.
+            size: size of the crew.
+            age_s: seconds for which it has computed. A crew younger than `wait_s` is never
+                restarted.
         """
         if age_s < self._wait_s or size == self._wanted.here + self._wanted.elsewhere:
             return False
@@ -209,7 +208,7 @@ class Nodes:
         """Stops listening, and closes the connections of waiting nodes."""
         self._thread.stopping.set()
         with contextlib.suppress(OSError):  # it is closed already
-            # A thread in accept() holds the socket open until it is shut down.
+            # A thread in accept() keeps the socket open until the socket is shut down.
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._changed:
@@ -271,7 +270,7 @@ class Nodes:
                 end.close()
 
     def _makes_room(self) -> bool:
-        """Reserves a place for a connection that is asked for the key; may end the oldest one."""
+        """Reserves a place for a connection that is asked for the key; may end the oldest."""
         if self._strangers.acquire(blocking=False):
             return True
         with self._changed:

@@ -1,4 +1,4 @@
-"""An engine without weights. Its worker processes hold the weights and compute together.
+"""An engine without weights, whose worker processes hold the weights and compute together.
 
 Legend: B sequences, T predicted tokens of a sequence.
 """
@@ -30,10 +30,10 @@ from swarm.train.workers.workforce import CommandTimeouts, Workforce
 class ParallelEngine:
     """An `Engine` of several workers that share the micro-batches and, by options, the experts.
 
-    If a worker ends, is silent or has no memory left, all workers are restarted. New ones begin
-    with the private state on disk and repeat the later commands bit for bit. The caller notices
-    only the time. After a lack of memory the new workers keep less for backward, use smaller
-    moments, or share the experts.
+    If a worker ends, is silent or has no memory left, all workers are restarted. New workers begin
+    with the private state on disk and repeat the later commands bit for bit, so the caller only
+    loses time. After a lack of memory the new workers keep less for backward, use smaller moments,
+    or share the experts.
 
     Attributes:
         traffic: operations between workers in the newest step, by kind: their number, and the bytes
@@ -55,13 +55,14 @@ class ParallelEngine:
 
         Args:
             run: the model.
-            options: of each worker: the first ones, and the ones to step down to, in order.
+            options: options of each worker: first the options to begin with, then those to step
+                down to, in order.
             start: starts workers.
-            folder: on a disk with room for the commands that new workers must repeat. None for the
-                system's folder for temporary files.
+            folder: a folder on a disk with room for the commands that new workers must repeat. None
+                for the system's folder for temporary files.
             saved: the saved private state. None if none is saved.
             patience: time limits of commands.
-            ending: called by `close`, after the workers have ended.
+            ending: called at the end of `close`, after the workers have ended.
 
         Raises:
             OutOfMemory: no options fit.
@@ -83,7 +84,7 @@ class ParallelEngine:
 
     @property
     def levels(self) -> tuple[EngineOptions, ...]:
-        """The present level of each worker, and the remaining ones below."""
+        """The present level of each worker, and the remaining levels below."""
         return self._force.levels
 
     @property
@@ -107,7 +108,7 @@ class ParallelEngine:
     def intact(self) -> bool:
         """See `Engine`.
 
-        After a worker's end in a step, the workers are restored to their state before the step.
+        If a worker ended during a step, the workers are restored to the state before the step.
         """
         return True
 
@@ -123,7 +124,7 @@ class ParallelEngine:
         self._force.tell(Command({"do": "count_from", "updates": updates}))
 
     def before_update(self, wait: Callable[[], None]) -> bool:
-        """See `Engine`. Holds for the next step only, which the workers begin in the background."""
+        """See `Engine`. Counts for the next step only; workers begin it in the background."""
         if not self._force.options.is_read_beside(self._run):
             return False
         self._wait = wait
@@ -177,7 +178,7 @@ class ParallelEngine:
 
     @property
     def borrows(self) -> bool:
-        """See `Engine`. New workers read lent tensors from their place."""
+        """See `Engine`. New workers read lent tensors from their original place."""
         return True
 
     def lend(self, named: Mapping[str, Tensor]) -> None:
@@ -201,7 +202,7 @@ class ParallelEngine:
     ) -> float:
         """See `Engine`.
 
-        Asks `agreed` once for each value, and keeps the values in a file meanwhile.
+        Asks `agreed` once for each value, and keeps the values in a file during the call.
         """
         given: dict[str, StandIn] = {"tokens": lambda _: tokens_BT1}
         if scored_BT is not None:
@@ -243,7 +244,7 @@ class ParallelEngine:
         self._history.froze((n for n in named if not is_trained(n, self._owned)), kept)
 
     def _own_now(self, experts: tuple[int, ...]) -> None:
-        """Remembers the values with which experts have become frozen."""
+        """Notes the values of experts that have become frozen."""
         gone = [expert for expert in self._owned if expert not in experts]
         self._owned = experts
         for expert in gone:

@@ -14,7 +14,7 @@ from typing import Any
 from swarm.errors import BadMessage, ConfigError
 
 MAX_WORKERS = 1024
-"""Most workers of one node. A larger number is surely an error."""
+"""Most workers of one node; a larger number must be an error."""
 MAX_NUMBER = 2**20
 DEFAULT_PORT = 31340
 
@@ -24,10 +24,10 @@ class Node:
     """The workers that a node offers, its hardware and its versions.
 
     Attributes:
-        workers: processes that it would start.
-        gpus: GPUs that PyTorch finds there.
-        rank: the rank that a launcher has given to the node's process. None without a launcher.
-        versions: of swarm and torch.
+        workers: processes that the node would start.
+        gpus: GPUs that PyTorch finds on the node.
+        rank: the rank that a launcher gave the node's process; None without a launcher.
+        versions: the node's versions of swarm and torch.
     """
 
     workers: int
@@ -71,9 +71,9 @@ def objection(node: Node, device: str, versions: tuple[str, str]) -> str | None:
     """Why a node cannot be part of this peer. None if it can.
 
     Args:
-        node: its hardware and versions.
-        device: on which this peer computes, "cpu" or "cuda".
-        versions: of swarm and torch here.
+        node: hardware and versions of the node.
+        device: device on which this peer computes, "cpu" or "cuda".
+        versions: versions of swarm and torch here.
     """
     if node.versions != versions:
         theirs, ours = (" with torch ".join(pair) for pair in (node.versions, versions))
@@ -90,8 +90,8 @@ class Wanted:
     """The numbers of workers that a peer wants.
 
     Attributes:
-        here: on its own machine, at least 1.
-        elsewhere: on nodes.
+        here: workers on the peer's own machine, at least 1.
+        elsewhere: workers on nodes.
         unit: a smaller number of workers must be a multiple of this.
     """
 
@@ -101,11 +101,11 @@ class Wanted:
 
 
 def size_of(there: int, wanted: Wanted, *, is_late: bool) -> int:
-    """The number of workers with which a peer begins. 0 if it must wait, or cannot begin.
+    """The number of workers with which a peer begins; 0 if it must wait or cannot begin.
 
     Args:
-        there: workers that are there, including its own.
-        wanted: the numbers that it wants.
+        there: number of workers that are there, including the peer's own.
+        wanted: numbers of workers that the peer accepts.
         is_late: whether the waiting time is over, so that fewer workers must suffice.
     """
     most = wanted.here + wanted.elsewhere
@@ -120,7 +120,7 @@ def seats(nodes: Sequence[Node], wanted: Wanted, *, is_late: bool) -> list[range
 
     Args:
         nodes: the nodes that are there, in order of arrival.
-        wanted: the numbers of workers.
+        wanted: numbers of workers that the peer accepts.
         is_late: whether the waiting time is over, so that fewer workers must suffice.
 
     Returns:
@@ -139,19 +139,20 @@ def seats(nodes: Sequence[Node], wanted: Wanted, *, is_late: bool) -> list[range
 
 
 def _order(node: Node) -> tuple[bool, int]:
-    """Nodes in the order of the launcher's ranks. Nodes without a rank follow by arrival."""
+    """Sort key: nodes by their launcher's ranks, then nodes without a rank, by arrival."""
     return (node.rank is None, node.rank or 0)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The settings that a launcher gives to a process that it has started.
+    """The settings that a launcher gives to a process.
 
     Attributes:
-        local: the number of this worker on its machine, if this process is to be one worker. None
-            if it is to start all workers of its machine.
-        rank: of this process among those that the launcher has started. None without a launcher.
-        controller: host that the launcher names. None if it names none.
+        local: the number of this worker on its machine, if the process becomes one worker. None if
+            it starts all workers of its machine.
+        rank: rank of this process among those that the launcher has started. None without a
+            launcher.
+        controller: host that the launcher names. None if it names no host.
     """
 
     local: int | None = None
@@ -162,8 +163,8 @@ class Launch:
 def launched_by(environment: Mapping[str, str]) -> Launch:
     """Reads the environment that torchrun or Slurm's srun gives to a process.
 
-    torchrun starts one process for each GPU. srun may start one process for each node, which then
-    starts all workers. It may also start several, which are one worker each.
+    torchrun starts one process for each GPU. srun starts either one process for each node, which
+    then starts all workers, or several processes, each of which becomes one worker.
     """
     controller = environment.get("MASTER_ADDR") or None
     local = _number(environment, "LOCAL_RANK")
@@ -186,7 +187,7 @@ def address_of(text: str, source: str) -> tuple[str, int]:
     """Host and port of HOST:PORT.
 
     Args:
-        text: with an IPv4 address or a name. The port may be left out.
+        text: HOST:PORT. The host is an IPv4 address or a name. The port may be left out.
         source: the option that a person would change.
 
     Raises:

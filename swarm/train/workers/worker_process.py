@@ -66,7 +66,7 @@ def step_of(
 
 
 class SplitStep:
-    """One step that pauses before it changes the first value.
+    """One step that pauses before it changes any value.
 
     Attributes:
         state: the private state before the step, as views.
@@ -82,7 +82,7 @@ class SplitStep:
         """Begins the step.
 
         Args:
-            engine: of the rank.
+            engine: engine of the rank.
             step: makes the step with the engine, and returns the answer.
             is_beside: whether the engine can be read during the step. If not, `finish` makes the
                 whole step.
@@ -121,7 +121,7 @@ class SplitStep:
         return self._answer
 
     def _hold(self) -> None:
-        # An engine calls this in later steps too, which do not pause.
+        # An engine also makes this call in later steps, which do not pause.
         self._stands.set()
         began_s = time.perf_counter()
         self._may_go.wait()
@@ -139,7 +139,7 @@ class SplitStep:
 
 
 CHANGES_NOTHING = ("rehearse", "save", "saved", "begin_step", "stands")
-"""During these commands, a saving that has begun continues."""
+"""Commands during which a saving that has begun continues."""
 Given = Mapping[str, Tensor]
 """The tensors of a command: a `TensorFile` or None."""
 
@@ -148,7 +148,7 @@ class Worker:
     """Executes commands.
 
     The ranks write the requested tensors that they hold into one file. Each rank reserves the same
-    room for the others' tensors, so the first rank can list all of them.
+    room for the others' tensors, so the first rank can list all tensors.
     """
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class Worker:
         }
 
     def answer(self, message: exchange.Message, file: OpenFile | None) -> exchange.Message:
-        """Executes a command. A failure becomes an answer, too."""
+        """Executes a command; a failure becomes an answer too."""
         command = message.pop("do")
         try:
             if command in self._questions:
@@ -265,7 +265,7 @@ class Worker:
         return step_of(self._engine, self._ranks, message, given)()
 
     def _begin_step(self, message: exchange.Message, given: Given) -> exchange.Message:
-        """Answers at once. Questions are answered while the step computes; see `SplitStep`."""
+        """Answers at once. Other questions are answered during the step; see `SplitStep`."""
         step = step_of(self._engine, self._ranks, message, given)
         self._begun = SplitStep(self._engine, step, is_beside=self._is_beside)
         return {}
@@ -342,7 +342,7 @@ class Worker:
         flags = message["flags"].get(str(self._ranks.rank))
         names = command_history.flagged(self._forms, flags) if flags else []
         if not command_history.held(self._state.tensors, self._forms).issuperset(names):
-            return {}  # meant for a former worker with other experts: `_saved` answers `unknown`
+            return {}  # for an earlier worker with other experts; `_saved` answers `unknown`
         tensors = {name: self._state.tensors[name] for name in names}
         path = Path(message["folder"]) / command_history.part_name(
             message["stem"], self._ranks.rank
@@ -393,7 +393,7 @@ class Worker:
             self._put(out, of, name, self._engine.whole(of, self._state.tensors[name]))
 
     def _put(self, out: TensorFile, of: str, name: str, tensor: Tensor) -> None:
-        """Writes a tensor's values into the answer, if this rank is the one that answers."""
+        """Writes a tensor's values into the answer, if this rank answers."""
         if self._engine.answers(of):
             out.put(name, tensor)
 
@@ -442,7 +442,7 @@ def serve(channel: exchange.Channel) -> None:
     while True:
         message, file = inbox.get()
         if message["do"] == "begin":
-            # All ranks log the same, so only the first one does.
+            # All ranks would log the same records, so only the first one does.
             mine = _ToController(channel) if message["rank"] == 0 else logging.NullHandler()
             logging.basicConfig(level=logging.INFO, handlers=[mine])
         channel.send(worker.answer(message, file))
@@ -451,9 +451,9 @@ def serve(channel: exchange.Channel) -> None:
 def _listen(channel: exchange.Channel, inbox: queue.SimpleQueue[Any]) -> None:
     """Reads until the socket is closed, then ends the process at once.
 
-    A fault in the middle of a message leaves no way to find the next one, so any fault ends the
-    process. Only the main thread writes to the channel, so the traceback goes to the controller's
-    standard error.
+    After a fault in the middle of a message, the next message cannot be found, so any fault ends
+    the process. Only the main thread writes to the channel, so the traceback goes to the
+    controller's standard error.
     """
     try:
         while True:
@@ -469,7 +469,7 @@ def _listen(channel: exchange.Channel, inbox: queue.SimpleQueue[Any]) -> None:
 
 def main() -> None:
     """Serves the controller that has started this process."""
-    # Ctrl+C, or a service that ends all of a peer's processes, is meant for the controller.
+    # A signal by Ctrl+C, or by a service to all of a peer's processes, is meant for the controller.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with contextlib.suppress(exchange.Closed):

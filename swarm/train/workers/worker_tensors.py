@@ -1,4 +1,4 @@
-"""The controller's view of the workers' tensors, and the writing of these to files."""
+"""The controller's view of the workers' tensors, which workers can write to files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from swarm.train.workers.exchange import Message, dtype_named
 from swarm.train.workers.workforce import TRIES, Workforce
 
 POLL_S = 0.02
-"""Seconds between two questions about progress. Other questions can come in between."""
+"""Seconds between two questions about progress; other questions can come between them."""
 
 
 class WorkersTensors(PartedTensors):
@@ -49,10 +49,10 @@ class WorkersTensors(PartedTensors):
         return _WorkersParts(self, folder, stem)
 
     def begin(self, folder: Path, stem: str) -> set[str]:
-        """Makes workers begin. Returns the names of the tensors that they do not write.
+        """Has workers begin to write; returns the names of the tensors that they do not write.
 
         Raises:
-            StateError: the state has changed meanwhile.
+            StateError: the state has changed since the object was made.
         """
         answers = self._force.ask({"do": "state"})
         if _counts(answers[0]) != self.counts:
@@ -74,7 +74,7 @@ class WorkersTensors(PartedTensors):
 
 
 class _WorkersParts(Parts):
-    """Parts that workers write. New workers know nothing of a saving, and begin again."""
+    """Parts that workers write. New workers do not know of the saving, and begin it again."""
 
     def __init__(self, tensors: WorkersTensors, folder: Path, stem: str) -> None:
         self._tensors, self._folder, self._stem = tensors, folder, stem

@@ -25,16 +25,16 @@ from swarm.train.workers.members import Lost
 logger = logging.getLogger(__name__)
 
 TRIES = 3
-"""Starts of workers in a row for one command. After these the peer ends."""
+"""So many starts of workers in a row for one command end the peer."""
 HINT = "the state directory is good; see the log, and dmesg for the GPUs"
 Answer = TypeVar("Answer")
 COMPUTES = ("step", "rehearse", "evaluate")
 STEPS = ("step", "begin_step", "stands", "finish_step")
 """A step as one command, or in parts."""
 KEPT = 64
-"""The longest of this many last computations of a kind sets the deadline of the next."""
+"""The longest of this many last computations of a kind determines the deadline of the next."""
 STANDS_EVERY_S = 0.02
-"""Seconds between two looks at a begun step. Questions can come in between."""
+"""Seconds between two checks of a begun step; other questions can come between them."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class CommandTimeouts:
     bytes_per_s: float = 20e6
 
     def within_s(self, message: Message, longest_s: Mapping[str, float], num_bytes: int) -> float:
-        """The deadline of a command, by the number of bytes that come with it."""
+        """The deadline of a command that comes with this number of bytes."""
         kind = "step" if message["do"] in STEPS else message["do"]
         if kind in COMPUTES and kind not in longest_s:
             return max(self.least_s, self.first_s)
@@ -62,10 +62,10 @@ class CommandTimeouts:
 
 
 class Workforce:
-    """Asks workers, and replaces lost ones. Any thread may ask, one question at a time.
+    """Asks workers, and replaces lost workers. Any thread may ask; one question runs at a time.
 
     Attributes:
-        options: of the engine of each worker.
+        options: options of the engine of each worker.
         size: number of workers.
     """
 
@@ -89,12 +89,12 @@ class Workforce:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the workers, by rank. Empty if they are yet to be started."""
+        """Process ids of the workers, by rank; empty before the workers are started."""
         return self._crew.pids if self._crew else ()
 
     @property
     def here(self) -> int:
-        """The number of workers on this machine, which have the first ranks."""
+        """The number of workers on this machine; these have the first ranks."""
         return self._crew.place.size if self._crew else 0
 
     def tell(self, command: Command) -> list[Message]:
@@ -119,10 +119,10 @@ class Workforce:
         return self._until_done(lambda crew: self._carry_out(crew, message, tensors))
 
     def until_it_stands(self) -> None:
-        """Waits until all workers have computed the products of a begun step.
+        """Waits until all workers have computed the gradients of a begun step.
 
-        Raises as `tell`. All questions count as one command. Workers that take too long are lost,
-        and new ones begin the step.
+        Raises as `tell`. All questions count as one command. Workers that take too long count as
+        lost, and new workers begin the step.
         """
         message, losses = {"do": "stands"}, self._losses
         within_s = self._patience.within_s(message, self._longest_s(), 0)
@@ -162,7 +162,7 @@ class Workforce:
     # ------------------------------------------------ again and again
 
     def _until_done(self, work: Callable[[Crew], Answer], before: int | None = None) -> Answer:
-        """`before`: the count of losses before the command, if this is a part of it."""
+        """`before`: the count of losses before the command, if this call is only a part of it."""
         before = self._losses if before is None else before
         while True:
             with self._lock:
@@ -183,7 +183,7 @@ class Workforce:
                 self.close()
             raise
         except BaseException:
-            # They are lost, or answers may be in flight that nobody waits for.
+            # The workers are lost, or answers for which nobody waits may be in flight.
             self.close()
             raise
 
@@ -214,7 +214,7 @@ class Workforce:
 
     @property
     def levels(self) -> tuple[EngineOptions, ...]:
-        """The present level, and the remaining ones below."""
+        """The present level, and the remaining levels below."""
         return (self.options, *self._below)
 
     def _judge(self, lost: Lost, tries: int) -> None:
@@ -246,7 +246,7 @@ class Workforce:
     def _longest_s(self) -> Mapping[str, float]:
         """Longest recent time of each kind of computation.
 
-        A time with a sleeping machine is forgotten.
+        A duration in which the machine slept is dropped.
         """
         return {kind: max(took_s) for kind, took_s in self._took_s.items()}
 

@@ -1,1 +1,1 @@
-"""The world of a schedule and what happens to it: fault classes, liars, strangers."""
+"""The simulated world of a schedule and its faults: fault classes, liars, strangers."""

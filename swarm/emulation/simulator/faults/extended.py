@@ -1,4 +1,4 @@
-"""The extended model: faults beyond the base model's classes; swarm/emulation/README.md."""
+"""The extended model: faults beyond the base model's classes; see swarm/emulation/README.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS_S = (0.2, 0.4, 1.6, 4.0)
 DELTA_BYTES = 30
 """Size of the delta of a unit of 100 bytes."""
 STRANGER = "s"
-"""Suffix of the name under which a peer that lost its key comes back."""
+"""Suffix of the new name of a peer that lost its key and comes back."""
 JUMPS_S = (-7200.0, -90.0, -3.0, 40.0, 900.0, 86400.0)
 
 
@@ -25,22 +25,23 @@ class ExtendedMix(Mix):
     """The ingredients of a class of the extended model."""
 
     unit_mbytes: tuple[float, float] | None = None
-    """Least and most megabytes of a unit; None: transfers take no time."""
+    """Least and most megabytes of a unit. None: transfers take no time."""
     up_mbytes_per_s: tuple[float, ...] = (4.0, 6.0, 20.0)
     down_mbytes_per_s: tuple[float, ...] = (5.0, 20.0)
     local_steps_s: tuple[float, float] | None = None
-    """None: as in the base model. Rounds have to last longer than their transfers."""
+    """Least and most seconds of local steps, so that rounds last longer than their transfers. None:
+    as in the base model."""
     has_adapted_timers: bool = False
     failing_syncs: float = 0.0
     """Chance that a sync fails for good, on peers that may have faults."""
     round_seconds: float | None = None
-    """How long local steps take; None: every peer takes the same number."""
+    """How long local steps take. None: every peer takes the same number of steps."""
     copy_s: tuple[float, ...] = ()
-    """How long an owner takes to offer moments; empty: moments are not modeled."""
+    """How long an owner takes to offer moments. Empty: moments are not modeled."""
     has_deltas: bool = False
     """Whether units move by deltas: experts, a part of the shared tensors, or both."""
     has_overlap: bool = False
-    """Whether peers keep training during a round; experts and a shared part then have deltas."""
+    """Whether peers train during a round. Experts and one shared part then have deltas."""
 
     def drawing(self) -> type[ExtendedDraw]:
         """The class that draws its scenarios."""
@@ -189,7 +190,8 @@ OVERLAPPED: dict[str, ExtendedMix] = {
     "O": replace(EXTENDED["R"], has_overlap=True),
     "U": replace(EXTENDED["R"], has_overlap=True, round_seconds=3.2),
 }
-"""Peers keep training during a round. In U a round lasts a given time, and paces differ."""
+"""Classes in which peers train during a round. In U, a round lasts a given time, and paces
+differ."""
 
 
 _LARGE = ExtendedMix(
@@ -204,7 +206,7 @@ LARGE: dict[str, Mix] = {
     "S": replace(_LARGE, peers=(64, 64), experts=96),
     "T": replace(_LARGE, peers=(256, 256), experts=288, window_s=(5.0, 15.0)),
 }
-"""Short schedules of many peers. An expert has one or two owners; a peer owns some experts."""
+"""Short schedules of many peers. An expert has one or two owners, and a peer owns some experts."""
 
 
 class ExtendedDraw(Draw):
@@ -246,7 +248,7 @@ class ExtendedDraw(Draw):
         return replace(rules, unit_bytes=sizes)
 
     def _with_deltas(self, rules: Rules) -> Rules:
-        """Rules with deltas; one part of the shared tensors has none, like norms and routers."""
+        """Rules with deltas. One shared part has none, like norms and routers."""
         moved = self.random.choice(["experts", "shared", "both", "both"])
         moved = "both" if self.mix.has_overlap else moved
         units = [*rules.expert_units] if moved != "shared" else []
@@ -278,7 +280,7 @@ class ExtendedDraw(Draw):
     # ------------------------------------------------------------ disks
 
     def _mortal(self) -> PeerId | None:
-        """A peer whose disk may be lost: one disk has to survive."""
+        """A peer whose disk may be lost, since one disk has to survive."""
         mortal = [peer for peer in self.victims if peer != self.keeper]
         return self.random.choice(mortal) if mortal else None
 
@@ -318,7 +320,7 @@ class ExtendedDraw(Draw):
             self._plan(time_s, World.arm, peer, PlannedCrash(trap, restart_s, isolated, loss))
 
     def _betrayed_revolt(self, time_s: float) -> None:
-        """Two conveners are cut off from each other; the vote that one of them gets is lost."""
+        """Two conveners are cut off from each other, and a vote that one of them gets is lost."""
         planned = PlannedCrash(
             TRAPS["vote"], self.random.choice(self.mix.restart_s), None, Loss.RECORD
         )
@@ -337,7 +339,7 @@ class ExtendedDraw(Draw):
         self._plan(time_s, World.skew, self._victim(), self.random.choice(JUMPS_S))
 
     def _mesh(self, time_s: float) -> None:
-        """Every direction of every link is cut or not, by chance."""
+        """Each direction of each link is cut with some chance."""
         share, duration_s = self.random.choice([0.2, 0.4, 0.6]), self.random.choice([10.0, 40.0])
         for source in self.peers:
             for other in self.peers:
@@ -362,7 +364,7 @@ class ExtendedDraw(Draw):
                 self._plan(time_s + duration_s, World.uncut, *link)
 
     def _one_way(self, time_s: float) -> None:
-        """One half hears the other, which does not hear it."""
+        """Messages between two halves of the peers pass in one direction only."""
         here = [peer for peer in self.peers if self.random.random() < 0.5]
         duration_s = self.random.choice([20.0, 60.0, 110.0])
         for source in here:

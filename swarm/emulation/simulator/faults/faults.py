@@ -1,4 +1,4 @@
-"""Fault classes: the swarm that a seed defines, and its faults; see swarm/emulation/README.md."""
+"""Fault classes: draw a swarm and its faults from a seed; see swarm/emulation/README.md."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ LOCAL_STEPS = 2
 SAMPLES_PER_STEP = 2
 SAMPLE_TOKENS = 4
 CALM_TIMERS = Timers(tick_s=1.0)
-"""The model's values; a coarser tick makes schedules cheaper and changes nothing else."""
+"""The model's timers. The coarser tick only makes schedules cheaper."""
 LONG_S = (110.0, 190.0)
-"""Faults last so long that a spared majority might wait too long for a round [I3]."""
+"""Durations of faults after which a spared majority might have waited too long for a round [I3]."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Mix:
     """Least and most peers, strangers included."""
     experts: int = NUM_EXPERTS
     most_owners: int | None = None
-    """Largest number of owners of an expert; None: as many as there are peers."""
+    """Largest number of owners of an expert. None: the number of peers."""
     strangers: float = 0.2
     """Chance that a peer does not found the run but joins later."""
     minority_only: bool = False
@@ -64,7 +64,7 @@ class Mix:
     )
     """Weights of the places at which a peer is made to crash."""
     ambush: float = 0.2
-    """Chance that another peer is cut off when a peer crashes at such a place."""
+    """Chance that another peer is cut off when a peer crashes at one of these places."""
     loss: float = 0.3
     """Largest share of messages lost."""
     spike_s: float = 8.0
@@ -72,7 +72,7 @@ class Mix:
     haste: tuple[float, float] = (1.0, 1.0)
     """The timers are multiplied by a factor from this range until everything heals."""
     hasty_reform: bool = False
-    """Whether T_reform is multiplied by that factor, too."""
+    """Whether T_reform is also multiplied by this factor."""
     merging: float = 0.5
     """Chance that the run merges experts."""
     slow: float = 0.25
@@ -82,7 +82,7 @@ class Mix:
     restart_s: tuple[float, ...] = (0.3, 3.0, 15.0)
     """Times after which a peer that crashed by trap starts again."""
     small: float = 0.35
-    """Chance that machines have room for some experts only."""
+    """Chance that machines have room for only some experts."""
     is_sliced: bool = False
     """Whether each round exchanges only a slice of the units (slice schedule)."""
     certificates: float = 1.0
@@ -127,10 +127,10 @@ class Scenario:
     weather: Weather
     rough: Mapping[PeerId, Weather]
     stable: tuple[PeerId, ...]
-    """Peers that must see a round every `progress_s`; empty: there is no such promise."""
+    """Peers that must see a round every `progress_s`. Empty: progress is not required."""
     heal_s: float
     script: tuple[tuple[float, Callable[..., None], tuple[object, ...]], ...]
-    """(time, method of `World`, arguments), in order of time."""
+    """Planned calls (time, method of `World`, arguments), in order of time."""
     progress_s: float = 90.0
     """Longest time between two rounds of the stable peers."""
 
@@ -153,7 +153,7 @@ class Draw:
         self.stable = sorted(random.sample(self.peers, spared)) if mix.minority_only else []
         self.victims = [peer for peer in self.peers if peer not in self.stable]
         keeper = self.stable[0] if self.stable else self.peers[0]
-        self.keeper = keeper  # founds, never leaves and never dies
+        self.keeper = keeper  # founds the run, never leaves and never dies
         self.strangers = [
             peer for peer in self.victims if peer != keeper and random.random() < mix.strangers
         ]
@@ -161,9 +161,10 @@ class Draw:
     def _with_rooms(
         self, characters: Mapping[PeerId, participant.Character]
     ) -> dict[PeerId, participant.Character]:
-        """The machines, which may be too small for all experts, or for those of lost peers.
+        """The machines, which may lack room for all experts, or for those of lost peers.
 
-        A separate generator draws them, so that a seed gives the same faults as without them.
+        A separate generator draws the rooms, so that a seed gives the same faults with or without
+        them.
         """
         aside = Random()
         aside.setstate(self.random.getstate())
@@ -177,9 +178,9 @@ class Draw:
         }
 
     def _with_guests(self, setup: participant.Setup) -> participant.Setup:
-        """The swarm with invitations for strangers; some founders have no vote yet.
+        """The swarm with invitations for strangers, and with some founders that have no vote yet.
 
-        A separate generator draws these as well.
+        A separate generator draws these invitations.
         """
         aside = Random()
         aside.setstate(self.random.getstate())
@@ -333,7 +334,7 @@ class Draw:
         self._plan(time_s + self.random.choice([5.0, 20.0, 80.0]), World.split, ())
 
     def _shatter(self, time_s: float) -> None:
-        """No victim reaches anybody."""
+        """No victim reaches any peer."""
         sides = (tuple(self.stable), *((peer,) for peer in self.victims))
         self._plan(time_s, World.split, sides)
         self._plan(time_s + self.random.choice([20.0, 80.0, 110.0]), World.split, ())
@@ -349,14 +350,14 @@ class Draw:
             self._plan(time_s + duration_s, World.uncut, source, destination)
 
     def _revolt(self, time_s: float) -> None:
-        """The convener is cut off from another peer; the other peers crash when they promise."""
+        """The convener is cut off from one peer, and the other peers crash when they promise."""
         planned = participant.PlannedCrash(
             participant.TRAPS["promise"], self.random.choice(self.mix.restart_s)
         )
         self._plan(time_s, World.revolt, planned, self.random.choice([8.0, 15.0]))
 
     def _isolate(self, time_s: float) -> None:
-        """One peer reaches nobody for a short while."""
+        """One peer reaches no other peer for a short time."""
         victim = self._victim()
         here = tuple(peer for peer in self.peers if peer != victim)
         self._plan(time_s, World.split, (here, (victim,)))
@@ -385,7 +386,7 @@ class Draw:
             self._plan(time_s, World.leave, peer)
 
     def _majority_dies(self) -> None:
-        """At least half of the peers die, more or less at the same time."""
+        """At least half of the peers die, at about the same time."""
         mortal = [peer for peer in self.peers if peer != self.keeper]
         least = -(-len(self.peers) // 2)
         doomed = self.random.sample(mortal, self.random.randint(least, len(mortal)))

@@ -1,6 +1,6 @@
-"""For which peers of a schedule anchors vouch, with which credentials, and when [R7, R8].
+"""Draws for which peers anchors vouch in a schedule, with which credentials and when [R7, R8].
 
-Without guests, newcomers would never vote in a small swarm, and no joining voter would be tried.
+Without guests, newcomers would never vote in a small swarm, so joining voters would go untested.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from swarm.protocol.values.invitation import (
 from swarm.protocol.values.manifest import PeerId
 
 KEY = "i"
-"""Prefix of the name of an invitation's key; the first guest's name follows."""
+"""Prefix of the name of an invitation's key. The first guest's name follows."""
 AT_ONCE, LATER = 0.4, 0.35
-"""Shares of the strangers that come with an invitation, and of those that an anchor vouches for
-later. The rest have to earn their vote."""
+"""Share of the strangers that come with an invitation, and share that an anchor vouches for later.
+The others have to earn their vote."""
 SHARED = 0.3
-"""Chance that a guest comes with the invitation of the previous guest, used up or not."""
+"""Chance that a guest shares the invitation of the previous guest, even if it is used up."""
 INVITES = (0, 0, 1, 6)
 USES = (1, 1, 2, MAX_USES)
 WEIGHTS = (1, 1, 1, 3)
@@ -75,11 +75,11 @@ def all_invited(peers: Iterable[PeerId], setup: Setup) -> dict[PeerId, Credentia
 def drawn_guests(
     strangers: Sequence[PeerId], known: Collection[PeerId], setup: Setup, random: Random
 ) -> Guests:
-    """Some strangers come with an invitation; for others an anchor vouches later.
+    """Some strangers come with an invitation. For others an anchor vouches later.
 
     The founder vouches later for half of the known peers.
 
-    Inviters are the founder, and guests that may invite, even guests that never get a vote.
+    Inviters are the founder and guests that may invite, even guests that never get a vote.
     """
     founder, run = setup.founders[0], setup.rules.run
     anchors: list[PeerId] = []

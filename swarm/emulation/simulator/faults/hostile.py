@@ -1,4 +1,4 @@
-"""Classes with liars, which are run only by name; swarm/emulation/README.md."""
+"""Fault classes with liars, which run only by name; see swarm/emulation/README.md."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class LyingMix(extended.ExtendedMix):
     votes_twice: bool = False
     """Whether the liar votes for everything and hides its votes."""
     overclaims: bool = False
-    """Whether it lies only about its work and, as a convener, about invitations; strangers show
-    copies of these."""
+    """Whether the liar lies only about its work and, as a convener, about invitations. Strangers
+    show copies of invitations."""
 
     def drawing(self) -> type[extended.ExtendedDraw]:
         """The class that draws its scenarios."""
@@ -64,7 +64,7 @@ class AwayMix(extended.ExtendedMix):
     change_s: float = 130.0
     """Seconds between two changes of the whole membership."""
     changes: int = 3
-    """Number of changes while the peer is away; one more comes before its absence."""
+    """Number of changes while the peer is away. One more change comes before its absence."""
 
     def drawing(self) -> type[extended.ExtendedDraw]:
         """The class that draws its scenarios."""
@@ -77,11 +77,11 @@ class _AwayDraw(extended.ExtendedDraw):
     mix: AwayMix
 
     def scenario(self) -> Scenario:
-        """Groups of three follow each other; one more peer is there from the first change.
+        """Members come in successive groups of three. One more peer joins at the first change.
 
-        That peer goes away while the second group is in charge. So the first group was never a
-        quorum of the newest tip that it knows. Each newcomer follows a proof with gaps, and could
-        not prove its tip to a peer whose own tip is in a gap. So it fills the gaps from others.
+        This peer goes away while the second group is in charge, so the first group is no quorum of
+        the newest tip that this peer knows. Each newcomer follows a proof with gaps, and could not
+        prove its tip to a peer whose own tip is in a gap. So it fills the gaps from others.
         """
         mix, random = self.mix, self.random
         groups = [self.peers[start : start + 3] for start in range(0, 3 * (mix.changes + 2), 3)]
@@ -157,7 +157,7 @@ _WHOLE: Mapping[str, Mix] = {
 SLICED: Mapping[str, Mix] = {
     name.lower(): replace(mix, is_sliced=True) for name, mix in _WHOLE.items()
 }
-"""Each class once more, with rounds that exchange only a slice of the units."""
+"""Each class again, with rounds that exchange only a slice of the units."""
 ALL_CLASSES: Mapping[str, Mix] = {**_WHOLE, **SLICED}
 WORDS: Mapping[str, str] = {
     "anything": "A",
@@ -185,9 +185,9 @@ WORDS: Mapping[str, str] = {
     "overclaims": "X",
     "liar-deltas": "Y",
 }
-"""Words of the fault classes. Schedules are drawn by the letters, and keep them."""
+"""Words for the fault classes. The letters stay, because schedules are drawn from them."""
 SLICED_WORD = "sliced-"
-"""Before the word of a class: the same class with slices."""
+"""Prefix of a class's word that means the same class with slices."""
 
 
 def class_letters(names: str) -> list[str]:
@@ -197,7 +197,7 @@ def class_letters(names: str) -> list[str]:
         names: words, or runs of letters, separated by commas: "liar,sliced-deltas", "ABC".
 
     Raises:
-        KeyError: there is no such class; it is the argument of the error.
+        KeyError: a class does not exist. The error's argument is the class.
     """
     found: list[str] = []
     for name in filter(None, names.split(",")):

@@ -1,8 +1,8 @@
-"""A peer that lies: an honest machine whose messages are turned into lies on their way out.
+"""A peer that lies: an honest machine whose outgoing messages are turned into lies.
 
-The liar has its own key and no other, and knows everything that its machine knows. As convener it
-misstates the offers behind a round. As reducer it reports units that nobody asked it for. As member
-it claims absurd attempts, votes for everything, or serves nothing.
+The liar has only its own key, and knows all that its machine knows. As convener it misstates the
+offers behind a round. As reducer it reports units that it was not asked for. As member it claims
+absurd attempts, votes for everything, or serves nothing.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ Lie = Callable[["Liar", messages.Propose], messages.Propose | None]
 
 
 class LyingShell(Protocol):
-    """What a liar sees of the simulation."""
+    """The part of the simulation that a liar sees."""
 
     task: Task
 
     @property
     def disks(self) -> Mapping[PeerId, Disk]:
-        """Every peer's disk; the liar touches only its own."""
+        """Every peer's disk. The liar changes only its own."""
 
     @property
     def setup(self) -> Setup:
-        """The setup, with all peers that will ever be there."""
+        """The setup, with all peers of the schedule, even future ones."""
 
     @property
     def credentials(self) -> Mapping[PeerId, Credential]:
-        """Credentials that peers show, so that everybody has seen them."""
+        """Credentials that peers show, and that all peers have therefore seen."""
 
     def asked_of(self, peer: PeerId) -> Collection[Unit]:
-        """Units that a peer reduces; nobody checks its word on these."""
+        """Units that a peer reduces. No other peer checks these results."""
 
 
 class Liar:
@@ -64,13 +64,13 @@ class Liar:
         self.lies = frozenset(lies)
         self.is_lying = True
         self.reigns: dict[tuple[str, int], float] = {}
-        """When it first convened, by its tip and attempt."""
+        """When the liar first convened, by its tip and attempt."""
         self._shell = shell
         self._random = random
         self._serials = 0
         self._older: messages.Evidence | None = None
         self._told: dict[tuple[str, bool], messages.Propose] = {}
-        """The proposals sent for a manifest, to one half of the peers and to the other."""
+        """The proposals sent for a manifest, one to each half of the peers."""
 
     @property
     def tip(self) -> Manifest:
@@ -78,23 +78,23 @@ class Liar:
         return self._shell.disks[self.me].record.tip
 
     def convening_s(self, timers: Timers, since_s: float, now_s: float) -> float:
-        """The longest time that it has convened since a moment, up to an attempt's limit.
+        """The longest time for which it has convened since a moment, up to an attempt's limit.
 
         Policy: takeover.
 
-        A convener that does everything but announce the decision is no worse than a slow one.
-        Nobody can tell which it is before its attempt has taken too long. The liar may do so
-        once a height: after that it lets others convene (convener turns).
+        A convener that does everything but announce the decision looks like a slow convener until
+        its attempt has taken too long. The liar may do so once a height. After that it lets others
+        convene (convener turns).
         """
         begun = sorted((s, attempt) for (_, attempt), s in self.reigns.items() if s >= since_s)
         limits = (timers.attempt_limit_s(attempt) for _, attempt in begun)
         spans = (end - start for start, end in pairwise([*(s for s, _ in begun), now_s]))
         return max(map(min, spans, limits), default=0.0)
 
-    # ------------------------------------------------------------ on the way out and in
+    # ------------------------------------------------------------ outgoing and incoming
 
     def convenes(self, packet: Packet, now_s: float) -> None:
-        """Notes that it convenes, if that is what its machine says."""
+        """Notes that the liar convenes, if its machine's packet says so."""
         header, message = packet
         if (
             isinstance(message, messages.Prepare | messages.Propose)
@@ -103,7 +103,7 @@ class Liar:
             self.reigns.setdefault((header.tip, message.ballot.attempt), now_s)
 
     def says(self, destination: PeerId, packet: Packet) -> list[Packet]:
-        """The packets that leave instead of one packet."""
+        """The packets that are sent in place of one packet."""
         header, message = packet
         if not self.is_lying:
             return [packet]
@@ -121,7 +121,7 @@ class Liar:
         return [packet]
 
     def hears(self, packet: Packet) -> list[Packet]:
-        """Its immediate answers, whatever its machine does with the message."""
+        """The liar's immediate answers to a message, whatever its machine does with the message."""
         header, message = packet
         if (
             not self.is_lying
@@ -136,7 +136,7 @@ class Liar:
         return [Packet(header, messages.Accept(ballot, digest, signed))]
 
     def serves(self) -> bool:
-        """Whether it gives others the blobs that they ask for."""
+        """Whether the liar gives others the blobs that they ask for."""
         return not (self.is_lying and "unserved" in self.lies)
 
     def _will(self, lie: str, chance: float) -> bool:
@@ -167,7 +167,7 @@ class Liar:
         )
 
     def _claimed(self, offer: messages.Offer) -> messages.Offer:
-        """An offer that claims the whole deal, trained in a millisecond."""
+        """An offer that claims that the whole deal was trained in a millisecond."""
         tip, rules = self.tip, self._shell.task.rules
         tokens = most_samples(self.me, tip, rules) * rules.sequence_length
         if offer.tip != tip.digest or rules.round_seconds is None:
@@ -176,7 +176,7 @@ class Liar:
         return replace(offer, steps=steps, tokens=tokens, seconds=0.001)
 
     def _results(self, reduced: messages.Reduced) -> messages.Reduced:
-        """Means of units that others have to average, or for an invented roster."""
+        """Means of units that other peers have to average, or means for an invented roster."""
         results, roster_id = dict(reduced.results), reduced.roster_id
         if self._will("foreign", 0.7):
             for unit in sorted(
@@ -260,7 +260,7 @@ class Liar:
         attendance: Attendance,
         results: Mapping[Unit, messages.ReducedUnit],
     ) -> messages.Evidence:
-        """Evidence that fits the lie, except for signatures: the liar has only its own key."""
+        """Evidence that fits the lie, except for others' signatures: the liar lacks their keys."""
         run, declared = self._shell.task.rules.run, dict(evidence.declared)
         for peer in [*attendance.heard, *attendance.joiners]:
             capacity = {**attendance.joiners, **attendance.capacities}.get(peer, 1.0)
@@ -316,10 +316,10 @@ class Liar:
         disk.sync([digest])
         return digest
 
-    # Each of these is one lie about a round.
+    # Each of the following methods is one lie about a round.
 
     def ghost(self, propose: messages.Propose) -> messages.Propose | None:
-        """A contributor that has offered nothing."""
+        """Adds a contributor that has offered nothing."""
         tip = self.tip
         ghosts = [peer for peer in tip.members if peer not in propose.manifest.contributors]
         if not ghosts:
@@ -342,20 +342,20 @@ class Liar:
         return self.anew(propose, double)
 
     def strength(self, propose: messages.Propose) -> messages.Propose:
-        """Others have hardly any capacity."""
+        """States a tiny capacity for other peers."""
         weak = dict.fromkeys(self.tip.members, 1e-3)
         return self.anew(propose, capacities={**weak, self.me: 9.0})
 
     def rooms(self, propose: messages.Propose) -> messages.Propose:
-        """Others have no room for any expert."""
+        """States that other peers have no room for any expert."""
         return self.anew(propose, rooms={**dict.fromkeys(self.tip.members, 0), self.me: 99})
 
     def joiner(self, propose: messages.Propose) -> messages.Propose:
-        """A stranger joins without having asked."""
+        """Lets a stranger join that did not ask."""
         return self.anew(propose, joiners={PHANTOM: 9.0})
 
     def copied(self, propose: messages.Propose) -> messages.Propose | None:
-        """A member is vouched for by the credential of another member."""
+        """Vouches for a member with the credential of another member."""
         manifest, known = propose.manifest, self._shell.credentials
         unvouched = sorted(self.tip.members.keys() - self.tip.vouched)
         others = [known[peer] for peer in sorted(known.keys() - unvouched)]
@@ -365,16 +365,16 @@ class Liar:
         return self.anew(propose, credentials={**manifest.invited, **friend})
 
     def silence(self, propose: messages.Propose) -> messages.Propose:
-        """Only peers with an offer were heard: the liar's word against that of the others."""
+        """States that only peers with an offer were heard."""
         assert propose.evidence
         sources = propose.manifest.sources.values()
-        kept = {peer for values in sources for peer, _ in values}  # late offers are among them
+        kept = {peer for values in sources for peer, _ in values}  # including late offers
         declared = {p: d for p, d in propose.evidence.declared.items() if p in kept}
         evidence = replace(propose.evidence, declared=declared)
         return self.anew(replace(propose, evidence=evidence))
 
     def alone(self, propose: messages.Propose) -> messages.Propose:
-        """The liar is the only member."""
+        """Makes the liar the only member."""
         manifest = propose.manifest
         if self.me not in manifest.members:
             return propose
@@ -385,7 +385,7 @@ class Liar:
         return replace(propose, manifest=forged)
 
     def results(self, propose: messages.Propose) -> messages.Propose:
-        """Invented values take the place of the others' means."""
+        """Replaces the means of others by invented values."""
         entries = {
             unit: replace(entry, digest=self._value(unit, self.me))
             if unit in propose.manifest.sources and expert_of_unit(unit) is None
@@ -395,17 +395,17 @@ class Liar:
         return replace(propose, manifest=replace(propose.manifest, entries=entries))
 
     def replay(self, propose: messages.Propose) -> messages.Propose:
-        """The evidence is that of an earlier round."""
+        """Shows the evidence of an earlier round."""
         return replace(propose, evidence=self._older)
 
     def replayed_declarations(self, propose: messages.Propose) -> messages.Propose:
-        """Declarations are those of an earlier tip."""
+        """Shows the declarations of an earlier tip."""
         assert propose.evidence and self._older
         declared = {**propose.evidence.declared, **self._older.declared}
         return self.anew(replace(propose, evidence=replace(propose.evidence, declared=declared)))
 
     def nothing(self, propose: messages.Propose) -> messages.Propose:
-        """No evidence is shown."""
+        """Shows no evidence."""
         return replace(propose, evidence=None)
 
 
@@ -422,12 +422,12 @@ CONVENING: Mapping[str, Lie] = {
     "replayed_declarations": Liar.replayed_declarations,
     "nothing": Liar.nothing,
 }
-"""What a convener may lie about."""
+"""Lies of a convener."""
 COPIED = "copied"
-"""The lie that an anchor vouches for a member, by a copied invitation; in the class of WORK."""
+"""The lie that an anchor vouches for a member, with a copied invitation. In the class of WORK."""
 WORK = "work"
-"""The lie of having trained the whole deal in no time; a class of its own has this lie."""
+"""The lie of having trained the whole deal in no time. A separate class has this lie."""
 OTHERS = ("foreign", "other_roster", "attempts", "capacity", "unserved", "two_faced")
 """Other lies of a member and reducer."""
 VOTES = ("twice", "hides")
-"""Lies that no rule makes up for where two quorums share only the liar: protocol/README.md."""
+"""Lies against which no rule helps if two quorums share only the liar: protocol/README.md."""

@@ -1,4 +1,4 @@
-"""Strangers: they forge messages, or join an open run and vanish (class vanishing-keys) [R7]."""
+"""Strangers that forge messages, or join an open run and vanish (class vanishing-keys) [R7]."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Forgery = Callable[[World], Forged]
 
 
 def forge(world: World, forgery: Forgery) -> None:
-    """Sends forged messages of strangers, which are not peers here, to the peers."""
+    """Sends forged messages to peers, from strangers that are not simulated as peers."""
     for source, (header, message) in forgery(world):
         left = world.door.let_in(source, header, message)
         for node in list(world.nodes.values()):
@@ -34,7 +34,7 @@ def forge(world: World, forgery: Forgery) -> None:
 
 
 def invented_parent(world: World) -> Forged:
-    """A manifest decided by the only member of a parent that nobody has ever seen."""
+    """A manifest decided by the only member of an invented parent."""
     tip, run = _newest(world), world.task.rules.run
     mine = {STRANGER: Member(0, 1.0)}
     parent = replace(tip, run=run, members=mine, contributors=(STRANGER,), height=tip.height + 3)
@@ -50,7 +50,7 @@ def invented_parent(world: World) -> Forged:
 
 
 def stranger_reform(world: World) -> Forged:
-    """A reform by a stranger, which lists a voter of the tip that has signed nothing."""
+    """A reform by a stranger. It lists a voter of the tip, which has not signed it."""
     tip = _newest(world)
     members = {peer: Member(0, 1.0) for peer in (STRANGER, tip.order[0])}
     forged = compose_reform(tip, members, "ab" * 16, world.task.rules)
@@ -62,7 +62,7 @@ def stranger_reform(world: World) -> Forged:
 
 
 def yesterdays_majority(world: World) -> Forged:
-    """Peers that have left for good forge a manifest where they once were a quorum."""
+    """A manifest forged by departed peers, for a height at which they once were a quorum."""
     tip = _newest(world)
     gone = [peer for peer, node in world.nodes.items() if node.has_left or peer not in tip.members]
     for link in world.nodes[_holder(world)].machine.chain.links[-2::-1]:
@@ -82,7 +82,7 @@ def yesterdays_majority(world: World) -> Forged:
 
 
 def older_keys(victim: PeerId) -> Forgery:
-    """Members from before a peer's absence show it a forged successor of its own tip."""
+    """The forgery of a successor of an absent peer's own tip, by the members of that time."""
 
     def forgery(world: World) -> Forged:
         tip, node = world.disks[victim].record.tip, world.nodes[victim]
@@ -111,7 +111,7 @@ def older_keys(victim: PeerId) -> Forgery:
 
 
 def unsigned_ready(world: World) -> Forged:
-    """READYs in the names of members, with a wish to leave, which these never signed."""
+    """READYs in the names of members with a wish to leave, which the members never signed."""
     tip = _newest(world)
     header = messages.Header(tip.code, tip.digest, tip.generation)
     return [
@@ -127,7 +127,7 @@ def unsigned_ready(world: World) -> Forged:
 
 
 def copied_invitation(world: World) -> Forged:
-    """A stranger shows a copy of another peer's credential, relayed or from the manifest."""
+    """A copy of another peer's credential, relayed or from the manifest, shown by a stranger."""
     tip = _newest(world)
     shown = [world.credentials[peer] for peer in sorted(world.credentials)]
     if not shown:
@@ -175,17 +175,18 @@ def _commit(
 
 
 MANY, FEW = 8, 3
-"""Honest voters, vouched for by the founder. With three of them, one key may become a voter."""
+"""Numbers of honest voters, vouched for by the founder. With three, one key may become a voter."""
 GAP_S = 4 * 9.0
-"""Four rounds of 8 voters, each up to 4 s of local steps and 5 s of messages, some lost. Keys
-that vanish one after another, each just when a round needs it, have made one round take 28 s."""
+"""Longest time without a round: four rounds of 8 voters, each with up to 4 s of local steps and 5 s
+of messages, some lost. Keys that vanished one by one, each when a round needed it, have made a
+round take 28 s."""
 FAIR = Weather(loss=0.0, duplication=0.0, delay_s=0.05)
-"""Other classes lose messages; here only keys cause gaps between rounds."""
+"""Links that lose no message, so that only keys cause gaps between rounds."""
 ONE_NETWORK = 0.3
-"""Chance that the addresses of all keys are in one network; otherwise these are not known."""
+"""Chance that the addresses of all keys are in one network. Otherwise the addresses are unknown."""
 NETWORK = "192.0.2.0/24"
 IDLE_S = 1e6
-"""Local steps of a key that trains nothing."""
+"""Seconds of local steps of a key that trains nothing."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,9 @@ class KeysDraw(Draw):
             script.append((came_s + random.random(), World.join, (key,)))
             script.append((end_s, World.kill, (key,)))
         characters = {**scenario.setup.characters, **{key: self._key() for key in keys}}
-        if Random(scenario.heal_s).random() < ONE_NETWORK:  # own generator: a seed keeps its faults
+        if (
+            Random(scenario.heal_s).random() < ONE_NETWORK
+        ):  # a separate generator, so a seed keeps its faults
             characters |= {key: replace(characters[key], network=NETWORK) for key in keys}
         return replace(
             scenario,

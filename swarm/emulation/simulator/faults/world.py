@@ -37,9 +37,9 @@ class Weather:
     loss: float = 0.0
     """Share of messages that are lost."""
     duplication: float = 0.0
-    """Share of the others that arrive twice."""
+    """Share of the other messages that arrive twice."""
     delay_s: float = 0.1
-    """Usual one-way delay; each message's delay is between half and twice of it."""
+    """Usual one-way delay. Each message's delay is between half and twice this delay."""
     spike: float = 0.0
     """Share of messages with an unusual delay."""
     spike_s: float = 0.0
@@ -55,9 +55,9 @@ class Network:
 
     weather: Weather = CALM
     rough: Mapping[manifest.PeerId, Weather] = field(default_factory=dict)
-    """Peers all of whose links, in both directions, have a weather of their own."""
+    """Peers whose links, in both directions, have their own weather."""
     side: dict[manifest.PeerId, int] = field(default_factory=dict)
-    """Side of the partition that each peer is on; peers not named are on side 0."""
+    """Side of the partition that each peer is on. Other peers are on side 0."""
     cuts: set[tuple[manifest.PeerId, manifest.PeerId]] = field(default_factory=set)
     """(source, destination) pairs between which nothing passes."""
 
@@ -71,7 +71,7 @@ class Network:
         self.cuts.clear()
 
     def is_open(self, source: manifest.PeerId, destination: manifest.PeerId) -> bool:
-        """Whether anything gets from one peer to another at all."""
+        """Whether any message gets from one peer to another."""
         if (source, destination) in self.cuts:
             return False
         return not self.side or self.side.get(source, 0) == self.side.get(destination, 0)
@@ -79,7 +79,7 @@ class Network:
     def delays(
         self, source: manifest.PeerId, destination: manifest.PeerId, random: Random
     ) -> list[float]:
-        """Delays of a message posted now: two if it is duplicated, none if it is lost."""
+        """Delays of a message posted now: two if the message is duplicated, none if it is lost."""
         if not self.is_open(source, destination):
             return []
         weather = self.weather
@@ -152,22 +152,22 @@ def found(setup: Setup, values: Values) -> manifest.Manifest:
 
 
 MAX_EVENTS, MAX_EVENTS_A_PAIR = 1_000_000, 20
-"""A schedule with more events than this, plus so many per pair of peers, is a message storm.
+"""Limits of events in a schedule, and of further events per pair of peers. More is a message storm.
 Voters without a quorum greet all others, so 256 peers send far more than 64."""
 DISCOVER_S = 20.0
-"""How often each peer looks up the others in the DHT."""
+"""Seconds between two looks of all peers into the DHT."""
 RESTORE_S = 5.0
-"""How often a peer without a record looks for another one that proves a tip to it."""
+"""Seconds between two searches of a peer without a record for a peer that proves a tip to it."""
 RESTART_S = 2.0
-"""Time in which a person restarts a peer."""
+"""Seconds until a person restarts a peer."""
 AMBUSH_S = (3.0, 10.0, 25.0)
-"""How long a peer may be cut off when another has a planned crash."""
+"""Seconds for which a peer may be cut off when another peer has a planned crash."""
 REFUSED = 0.7
-"""Share of messages to a dead process that come back as refused. Routers drop other refusals."""
+"""Share of messages to a dead process that come back as refused. Routers drop the others."""
 REFUSED_IN_ERROR = 0.002
 """Share of messages to a living process that look refused."""
 UNSENT_S = 0.01
-"""Messages that a process posted this shortly before its crash may never leave its machine."""
+"""Seconds before a crash in which posted messages may never leave the machine."""
 
 
 class World:
@@ -227,13 +227,13 @@ class World:
         raise Violation("I3", f"{most} events in {self.now:.0f} s: a storm of messages")
 
     def discover(self) -> None:
-        """Lets all peers look up the others; the DHT knows addresses and nothing more."""
+        """Lets all peers look up the others. The DHT knows only addresses."""
         self.at(DISCOVER_S, self.discover)
         for node in list(self.nodes.values()):
             node.discover(tuple(sorted(self.nodes)))
 
     def post(self, source: manifest.PeerId, destination: manifest.PeerId, payload: Payload) -> None:
-        """Hands a message to the network, or the lies that a liar sends instead."""
+        """Sends a message over the network, or the lies that a liar sends instead."""
         if self.liar and source == self.liar.me and isinstance(payload, Packet):
             self.liar.convenes(payload, self.now)
             for packet in self.liar.says(destination, payload):
@@ -259,7 +259,7 @@ class World:
                 sender.after(2 * delays[0], sender.tell, Undeliverable(destination))
 
     def reachable(self, source: manifest.PeerId, destination: manifest.PeerId) -> Node | None:
-        """A peer that runs and whose links with another work in both directions."""
+        """The destination, if it runs and its links with the source work in both directions."""
         node, network = self.nodes.get(destination), self.network
         if node is None or not node.is_there():
             return None
@@ -292,7 +292,7 @@ class World:
     # ------------------------------------------------------------ faults
 
     def start(self, peer: manifest.PeerId, record: Record, chain: Iterable[Link] = ()) -> None:
-        """A new peer starts with a record and all blobs of its tip."""
+        """Starts a new peer, which has a record and all blobs of its tip."""
         durable = [entry.digest for entry in record.tip.entries.values()]
         node = Node(self, peer, self.setup.characters[peer], Disk(record, durable, chain))
         self.nodes[peer] = node
@@ -300,7 +300,7 @@ class World:
         node.boot()
 
     def join(self, peer: manifest.PeerId) -> None:
-        """A stranger arrives, with the tip that a peer has shown, or with manifest 0 alone."""
+        """A stranger arrives, with the tip that a peer has shown, or only with manifest 0."""
         if peer in self.dead:
             return
         if self.random.random() < 0.7:
@@ -309,7 +309,7 @@ class World:
             self.join_proved(peer)
 
     def join_shown(self, peer: manifest.PeerId) -> None:
-        """A stranger asks a peer for its tip. If that is not proved, it asks another later [L2]."""
+        """A stranger asks a peer for its tip. If this is not proved, it asks another later [L2]."""
         if peer in self.dead:
             return
         hosts = [node for node in self.nodes.values() if node.is_up and not node.is_paused]
@@ -320,7 +320,7 @@ class World:
             self.at(RESTORE_S, self.join_shown, peer)
 
     def join_proved(self, peer: manifest.PeerId) -> None:
-        """A stranger arrives with manifest 0 alone, and gets a proof that skips many heads."""
+        """A stranger arrives only with manifest 0, and gets a proof that skips many heads."""
         self.start(peer, Record(self.founding, certificate=None, parent=None))
 
     def leave(self, peer: manifest.PeerId) -> None:
@@ -329,7 +329,7 @@ class World:
             self.nodes[peer].ask_to_leave()
 
     def vouch(self, peer: manifest.PeerId, credential: Credential) -> None:
-        """An anchor vouches for a peer, which starts again with the credential or comes with it."""
+        """An anchor vouches for a peer, which joins or restarts with the credential."""
         self._note(f"{peer} is given an invitation by {credential.invitation.inviter}")
         self.credentials[peer] = credential
         self.invariants.given.add((peer, credential))
@@ -359,7 +359,7 @@ class World:
                 self.at(RESTORE_S, self.reboot, peer)
 
     def lose_disk(self, peer: manifest.PeerId) -> None:
-        """Kills a peer and empties its state directory; its key lies elsewhere."""
+        """Kills a peer and empties its state directory. Its key is stored elsewhere."""
         node = self.nodes.get(peer)
         if node is None or node.has_left or peer in self.dead:
             return
@@ -371,7 +371,7 @@ class World:
     def lose_everything(
         self, peer: manifest.PeerId, stranger: manifest.PeerId, after_s: float
     ) -> None:
-        """Kills a peer and empties its disk, key included: it comes back as a stranger."""
+        """Kills a peer and empties its disk with the key. The peer comes back as a stranger."""
         if peer in self.nodes and not self.nodes[peer].has_left and peer not in self.dead:
             self.lose_disk(peer)
             self.dead.add(peer)
@@ -395,7 +395,7 @@ class World:
             node.disk.came_from = None
 
     def _restore(self, node: Node) -> bool:
-        """Gives a peer without a record the newest tip that is proved to it; False if none is."""
+        """Gives a peer without a record the newest tip that is proved to it. False if none is."""
         hosts = [other for other in self.alive() if self.reachable(node.me, other.me)]
         proved = [shown for shown in map(self._proved, hosts) if shown]
         if not proved:
@@ -407,7 +407,7 @@ class World:
         return True
 
     def _proved(self, host: Node) -> tuple[Record, tuple[Link, ...]] | None:
-        """A host's tip and the links that prove it to a newcomer; None if they do not [L2]."""
+        """A host's tip and the links that prove it to a newcomer. None if they do not [L2]."""
         told, trusted = host.disk.record, self.founding.digest
         path = host.machine.chain.proof(trusted)
         problem = proof_problem(path, told.tip.head, {trusted}, is_new=True)
@@ -417,14 +417,14 @@ class World:
         return Record(told.tip, told.certificate, told.parent), path
 
     def sleep(self, peer: manifest.PeerId) -> None:
-        """A whole machine is suspended, and what is sent to it is lost."""
+        """Suspends a whole machine, so that messages to it are lost."""
         node = self.nodes.get(peer)
         if node is not None and node.is_up and not node.is_paused:
             node.pause()
             node.is_deaf = True
 
     def wake(self, peer: manifest.PeerId, slept_s: float) -> None:
-        """Lets the machine continue as if no time had passed."""
+        """Lets the machine continue, as if no time had passed for it."""
         node = self.nodes.get(peer)
         if node is not None and node.is_up and node.is_deaf:
             node.slept_s += slept_s
@@ -442,12 +442,12 @@ class World:
             self.nodes[peer].planned = planned
 
     def applied(self, me: manifest.PeerId) -> None:
-        """Passes a peer's new tip on."""
+        """Tells the judges a peer's new tip."""
         if self.on_apply:
             self.on_apply(self.nodes[me])
 
     def fell(self, me: manifest.PeerId, planned: PlannedCrash) -> None:
-        """A planned crash has happened; the peer starts again some time later."""
+        """Notes a planned crash. The peer starts again some time later."""
         node = self.nodes[me]
         if self.random.random() < 0.5:
             node.fell_s = self.now
@@ -474,7 +474,7 @@ class World:
             node.resume()
 
     def split(self, sides: Collection[Collection[manifest.PeerId]]) -> None:
-        """Partitions the network; no sides: one network again."""
+        """Partitions the network. Without sides, makes it one network again."""
         self._note(f"partition: {[sorted(side) for side in sides]}")
         self.network.split(sides)
 
@@ -502,12 +502,12 @@ class World:
         self.network.cuts.discard((source, destination))
 
     def storm(self, weather: Weather) -> None:
-        """Changes the weather of all links that have none of their own."""
+        """Changes the weather of all links that do not have their own."""
         self._note(f"weather: {weather}")
         self.network.weather = weather
 
     def heal(self, timers: Timers) -> None:
-        """Ends all faults; from now on everybody uses these timers."""
+        """Ends all faults. From now on, all peers use these timers."""
         self._note("---------------- everything heals")
         self.network.mend()
         if self.liar:

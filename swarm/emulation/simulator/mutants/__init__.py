@@ -1,1 +1,1 @@
-"""Rules removed one at a time, each of which the simulator must notice."""
+"""Code with one rule removed at a time. The simulator must notice each removal."""

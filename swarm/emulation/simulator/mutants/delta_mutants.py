@@ -1,4 +1,4 @@
-"""Rules of units that move by deltas, removed one at a time; class deltas shows it."""
+"""Rules of units that move by deltas, removed one at a time. Class deltas shows each removal."""
 
 # A method without its rule ignores the rule's inputs.
 # ruff: noqa: ARG002

@@ -266,7 +266,7 @@ class _ReturnsAtOnce(Acceptor):
 
 _P = cast(LyingMix, LYING["P"])
 CALM_LIES = replace(_P, faults=(0, 0), forgeries=(0, 0), loss=0.0, merging=0.0, strangers=0.0)
-"""A liar alone; a peer that believes it shows this soon."""
+"""A liar is the only fault. A peer that believes the liar soon breaks an invariant."""
 
 FORGERS = replace(_P, forgeries=(4, 8))
 
@@ -490,13 +490,13 @@ BETRAYED_REVOLTS = replace(
     merging=0.0,
     failing_syncs=0.0,
 )
-"""Two conveners at a time, and a third peer that forgets whom it gave its vote."""
+"""Two conveners at a time, and a third peer that forgets its vote for one of them."""
 FORGETFUL = replace(
     EXTENDED["F"],
     strangers=0.0,
     kinds={"lose_disk": 3.0, "betrayal": 4.0, "split": 2.0, "isolate": 2.0, "cut": 1.0},
 )
-"""Peers forget their votes, and come back where others do not know of these."""
+"""Peers forget their votes, and come back among peers that do not know of these votes."""
 VANISHING = replace(cast(KeysMix, KEYS["V"]), keys=(40, 50), window_s=(40.0, 60.0))
 """A key vanishes every second."""
 SLOW_LINKS = replace(

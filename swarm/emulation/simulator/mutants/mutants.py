@@ -1,4 +1,4 @@
-"""The protocol with one rule removed at a time, as the simulator must be able to notice."""
+"""The protocol with one rule removed at a time. The simulator must notice each removal."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from swarm.protocol.values.manifest import Digest, Kind, Manifest, PeerId, Unit
 from swarm.protocol.values.schedule import merge_due
 from swarm.protocol.values.updates import UpdateBound
 
-# What a method here does is what the rule's method would do without the rule.
+# Each method here does what the rule's method would do without the rule.
 # ruff: disable[undocumented-public-method]
 
 
 class NoBaseCheck(Training):
-    """Keeps progress whatever it was trained from (expert progress)."""
+    """Keeps progress, whatever base it was trained from (expert progress)."""
 
     def decide(self, manifest: Manifest, previous: Digest) -> Adoption:
         adoption = super().decide(manifest, previous)
@@ -49,7 +49,7 @@ class NoBaseCheck(Training):
 
 
 class OfferedBeforeSaved(Training):
-    """Offers work that a crash would make it forget [P6]."""
+    """Offers work that the peer would forget in a crash [P6]."""
 
     async def offer(self) -> None:
         assert self.work is not None
@@ -59,7 +59,7 @@ class OfferedBeforeSaved(Training):
 
 
 class NoBaseCheckAtMerge(Training):
-    """Moves progress with a merge whatever it was trained from (merge rebase)."""
+    """Moves progress with a merge, whatever base it was trained from (merge rebase)."""
 
     def decide(self, manifest: Manifest, previous: Digest) -> Adoption:
         adoption = super().decide(manifest, previous)
@@ -74,7 +74,7 @@ class NoBaseCheckAtMerge(Training):
 
 
 class MergingModel(Model):
-    """Reads merged experts out of a manifest that is only due for a merge."""
+    """Reads merged experts from a manifest whose merge is only due."""
 
     def _agreed(self, manifest: Manifest, expert: int) -> Digest:
         if not merge_due(manifest, self.task.rules.merging):
@@ -98,12 +98,12 @@ class MergesOnApply(Trainer):
 
 @dataclass(frozen=True)
 class Mutant(UnderTest):
-    """Code without one rule, and faults under which that shows soon."""
+    """Code without one rule, and faults that soon show the removal."""
 
     rule: str
-    """The rule that it lacks."""
+    """The removed rule."""
     mix: Mix | None = field(default=None, kw_only=True)
-    """Faults of its own; None: those of the class that is run."""
+    """The mutant's own faults. None: the faults of the class that is run."""
 
 
 # ---------------------------------------------------------------- promises and votes
@@ -219,7 +219,7 @@ class _VotesCrossTips(Listener):
 class _TipBeforeCollected(Adopter):
     def _collect_garbage(self, old: Record) -> None:
         super()._collect_garbage(replace(old, tip=self.tip))
-        # Before the `Apply`: after it, the live model has the values that it needs.
+        # Placed before the `Apply`, after which the live model has all values that it needs.
         at = next(i for i, effect in enumerate(self.out.effects) if isinstance(effect, Apply))
         self.out.effects.insert(at, self.out.effects.pop())
 
@@ -344,7 +344,7 @@ REVOLTS = Mix(
 )
 """Two conveners at a time, and a third peer that crashes between their ballots."""
 SHATTERED = Mix(kinds={"shatter": 1.0}, faults=(1, 3), window_s=(120.0, 200.0))
-"""Several survivors reform, each for itself."""
+"""Several survivors reform, each separately."""
 LAST_HOLDERS_DIE = replace(CLASSES["C"], strangers=0.4, faults=(6, 16), small=0.0)
 """Peers learn of manifests whose last holders have died."""
 MERGE_DUELS = replace(DUELS, merging=1.0)

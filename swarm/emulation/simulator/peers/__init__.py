@@ -1,1 +1,1 @@
-"""One simulated peer: real machine and main loop between simulated parts, and what must hold."""
+"""One simulated peer: real machine and main loop, simulated surroundings, and the invariants."""

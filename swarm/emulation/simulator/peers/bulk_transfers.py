@@ -1,4 +1,4 @@
-"""Bulk transfers of a simulated peer: small, but lossy, slow and rotating like the real ones."""
+"""Bulk transfers of a simulated peer: small, but with losses, delays and changes of source."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from swarm.protocol.rounds import RoundMachine
 from swarm.protocol.values.manifest import Digest, PeerId
 
 ANSWER_WITHIN_S = 2.5
-"""How long a source may be silent while it should send."""
+"""Seconds for which a source may be silent while it should send."""
 PAUSE_S = 0.3
 """Wait before another source is asked for a blob."""
 PAUSE_AFTER_ALL_S = 1.2
@@ -35,7 +35,7 @@ class Get(NamedTuple):
 
 
 class Data(NamedTuple):
-    """Answers a `Get`: which blobs came, and which the sender does not have."""
+    """Answers a `Get`: blobs that came, and blobs that the sender does not have."""
 
     number: int
     found: tuple[Digest, ...]
@@ -43,17 +43,18 @@ class Data(NamedTuple):
 
 
 class FetchingShell(Shell, Protocol):
-    """What a fetcher needs of its peer."""
+    """The parts of its peer that a fetcher needs."""
 
     def post(self, destination: PeerId, payload: Get | Data) -> None:
-        """Sends it; it may be lost."""
+        """Sends a question or an answer, which may be lost."""
 
 
 class CatchUp:
-    """The manifest that a peer fetches to apply it, and in which events this began and ended [X1].
+    """The manifest that a peer fetches to apply, and the events of the fetch's begin and end [X1].
 
     Effects are carried out after the whole event. By then the machine may pursue another manifest
-    than that of its first `Fetch`. So a fetch that begins and ends within one event is not judged.
+    than that of its first `Fetch`. A fetch that begins and ends within one event is therefore not
+    judged.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,7 @@ class CatchUp:
         self._began, self._ended = 0, inf
 
     def may_begin(self, digest: Digest) -> bool:
-        """Whether this manifest is not yet being fetched, or an earlier event gave it up."""
+        """Whether no fetch of this manifest runs, or an earlier event gave the fetch up."""
         return digest != self._digest or self._began == self.event or self._ended < self.event
 
     def begin(self, digest: Digest) -> None:
@@ -70,7 +71,7 @@ class CatchUp:
         self._digest, self._began, self._ended = digest, self.event, inf
 
     def end(self) -> None:
-        """Notes that this event gives the fetch up, if no earlier event has."""
+        """Notes that this event gives the fetch up, unless an earlier event did."""
         self._ended = min(self._ended, self.event)
 
 
@@ -96,14 +97,14 @@ class Fetcher:
         self._running.pop(purpose, None)
 
     def serve(self, source: PeerId, get: Get) -> None:
-        """Answers with what is on the disk."""
+        """Answers with the blobs on the disk."""
         disk = self._shell.disk
         found = tuple(digest for digest in get.digests if digest in disk)
         absent = tuple(digest for digest in get.digests if digest not in disk)
         self._shell.post(source, Data(get.number, found, absent))
 
     def take(self, source: PeerId, data: Data) -> None:
-        """Stores blobs that came, and turns to other sources for the others."""
+        """Stores blobs that came, and asks other sources for the missing blobs."""
         asked = self._asked.pop(data.number, None)
         if asked is None or asked[1] != source:
             return
@@ -159,7 +160,7 @@ class Fetcher:
 
 @dataclass(eq=False, slots=True)
 class _Want:
-    """A blob, and which of its sources is next."""
+    """A blob, and the source that is asked next."""
 
     digest: Digest
     num_bytes: int
@@ -175,24 +176,23 @@ FIRST_S = 0.5
 ANSWER_S = 0.1
 NEXT_S = 0.1
 AGAIN_S = 0.3
-"""Rest after a look without result. A real peer waits 5 s, 1 s and a minute, and its rounds take
-minutes. Rounds here take seconds, and in class absence each group of members leaves within 40
-s."""
+"""Wait after a search without result. A real peer, whose rounds take minutes, waits 5 s, 1 s and a
+minute. Rounds here take seconds, and in class absence each group of members leaves within 40 s."""
 IDLE_S = 2.0
-"""Rest while nothing is missing, or there is no peer to ask."""
+"""Wait while nothing is missing, or there is no peer to ask."""
 
 
 class SearchingShell(Shell, Protocol):
-    """What the search for heads needs of its peer."""
+    """The parts of its peer that the search for heads needs."""
 
     machine: RoundMachine
 
     def machine_of(self, name: PeerId) -> RoundMachine | None:
-        """Another peer's machine, if the links work and it runs."""
+        """Another peer's machine, if the peer runs and the links work."""
 
 
 class HeadSearch:
-    """Closes the gaps of one peer's chain while its process lives."""
+    """Fills the gaps of one peer's chain while its process lives."""
 
     def __init__(self, shell: SearchingShell) -> None:
         self._shell = shell
@@ -201,7 +201,7 @@ class HeadSearch:
         shell.after(FIRST_S, self._look)
 
     def _look(self) -> None:
-        """Asks one member for a page of one gap. Members and gaps have turns."""
+        """Asks one member for a page of one gap. Members and gaps take turns."""
         machine = self._shell.machine
         found = gaps(machine.chain)
         others = sorted(set(machine.tip.members) - {self._shell.me})
@@ -215,7 +215,7 @@ class HeadSearch:
             return
         gap = found[self._asked // len(others) % len(found)]
         filling = self._begun.get(gap.ends, gap)
-        is_member = self._shell.me in other.tip.members  # strangers get no pages
+        is_member = self._shell.me in other.tip.members  # strangers get none
         page = between(other.chain, filling.question) if is_member else ()
         self._shell.after(ANSWER_S, self._came, filling, page)
 
@@ -237,20 +237,20 @@ class HeadSearch:
 
 
 class StreamingShell(FetchingShell, Protocol):
-    """What a streaming fetcher needs of its peer."""
+    """The parts of its peer that a streaming fetcher needs."""
 
     def is_there(self) -> bool:
-        """Whether this peer runs, neither paused nor asleep."""
+        """Whether this peer runs, and is neither paused nor asleep."""
 
     def peer(self, name: PeerId) -> StreamingShell | None:
-        """Another peer whose links to and from this one work, if it runs."""
+        """Another peer, if it runs and the links in both directions work."""
 
     @property
     def fetcher(self) -> Fetcher:
         """The fetcher of this peer's present life."""
 
     def rates(self) -> tuple[float, float]:
-        """The most bytes per second that this peer sends and receives."""
+        """Limits of the bytes per second that this peer sends and receives."""
 
     def clock_s(self) -> float:
         """This peer's time."""
@@ -259,7 +259,7 @@ class StreamingShell(FetchingShell, Protocol):
         """Whether to keep waiting for bytes that have not come yet."""
 
     def fetched(self, num_bytes: int, seconds: float) -> None:
-        """Notes a whole transfer, and for how long its bytes flowed."""
+        """Notes a complete transfer, and for how long its bytes flowed."""
 
 
 class StreamingFetcher(Fetcher):
@@ -270,7 +270,8 @@ class StreamingFetcher(Fetcher):
         self._peer = shell
         self.num_incoming = 0
         self._flowing_s = self._changed_s = 0.0
-        """Seconds with incoming bytes until `num_incoming` last changed, and when it changed."""
+        """Seconds with incoming bytes before the last change of `num_incoming`, and the time of
+        this change."""
         self._flows: dict[tuple[PeerId, int], deque[Digest]] = {}
         """Blobs still to be sent, by receiver and number of the question."""
         self._is_sending = False
@@ -286,7 +287,7 @@ class StreamingFetcher(Fetcher):
         super().start(fetch)
 
     def take(self, source: PeerId, data: Data) -> None:
-        """Stores what came; the rest of the answer is still under way."""
+        """Stores blobs that came. The rest of the answer is still under way."""
         asked = self._asked.get(data.number)
         if asked is None or asked[1] != source:
             return
@@ -302,7 +303,7 @@ class StreamingFetcher(Fetcher):
             self._peer.fetched(self._bytes[purpose], self._flowed_s() - self._began[purpose])
 
     def flow(self, change: int) -> None:
-        """Changes the number of peers that send to this one."""
+        """Changes the number of peers that send to this peer."""
         self._flowing_s, self._changed_s = self._flowed_s(), self._peer.clock_s()
         self.num_incoming += change
 
@@ -311,7 +312,7 @@ class StreamingFetcher(Fetcher):
         return self._flowing_s + (now_s - self._changed_s if self.num_incoming else 0.0)
 
     def is_waiting_for(self, number: int, digest: Digest) -> int | None:
-        """Size of a blob that was asked for under this number; None if nobody waits for it."""
+        """Size of a blob that was asked for under this number. None if it is not awaited."""
         purpose, _, wants = self._asked.get(number, (Purpose.REDUCE, "", ()))
         sizes = [w.num_bytes for w in wants if w.digest == digest and self._is_wanted(purpose, w)]
         return sizes[0] if sizes else None
@@ -334,7 +335,7 @@ class StreamingFetcher(Fetcher):
     # ------------------------------------------------------------ sending
 
     def serve(self, source: PeerId, get: Get) -> None:
-        """Reports absent blobs, and queues the others."""
+        """Reports absent blobs, and queues the present blobs."""
         disk = self._peer.disk
         absent = tuple(digest for digest in get.digests if digest not in disk)
         if absent:
@@ -355,7 +356,7 @@ class StreamingFetcher(Fetcher):
             receiver = self._peer.peer(key[0])
             if not queue or receiver is None:
                 continue
-            self._flows[key] = queue  # other receivers have the next turns
+            self._flows[key] = queue  # the next turns are those of other receivers
             theirs = receiver.fetcher
             assert isinstance(theirs, StreamingFetcher)
             size = theirs.is_waiting_for(key[1], queue[0])

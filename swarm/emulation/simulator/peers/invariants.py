@@ -1,6 +1,6 @@
-"""Invariants that hold whatever happens: I1, I2, I4, I6 to I15, and for deltas E1 to E5.
+"""Invariants that hold under all faults: I1, I2, I4, I6 to I15, and for deltas E1 to E5.
 
-They are checked at every write of a record and every applied manifest.
+Checked at every write of a record and at every applied manifest.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DeltaInvariants:
         """Peers that have lost a disk or a record."""
 
     def offered(self, peer: PeerId, offer: Offer) -> None:
-        """Judges an offer that a peer's machine has got."""
+        """Judges an offer that a peer's machine was given."""
         if offer.is_late or peer in self.forgetful or peer == self.liar:
             return
         for unit in offer.units.keys() & self.rules.unit_coding.keys():
@@ -63,7 +63,7 @@ class DeltaInvariants:
         self._require_durable(peer, disk, manifest.deltas, short(manifest))
 
     def left(self, peer: PeerId) -> None:
-        """A peer has left its generation: others have to serve the values it voted for."""
+        """A peer has left its generation, so others have to serve the values that it voted for."""
         self._voted.pop(peer, None)
 
     def kept(self, peer: PeerId, disk: Disk) -> None:
@@ -126,9 +126,9 @@ class DeltaInvariants:
         """Judges the end of a schedule: nothing has vanished.
 
         Args:
-            tip: the newest tip. Nothing is judged in a schedule with a liar, whose means may
-                swallow steps.
-            forked: manifests of other generations, whose work is lost with them.
+            tip: the newest tip. Nothing is judged in a schedule with a liar, whose means may lose
+                steps.
+            forked: manifests of other generations, whose work is lost.
             present: tags of live values and of remainders.
         """
         if self.liar is not None:
@@ -145,7 +145,7 @@ DECIDED = (Kind.QUORUM, Kind.MERGE)
 
 
 class Invariants:
-    """Sees every write of every peer, remembers all manifests, and judges."""
+    """Judges every write of every peer. Remembers all manifests."""
 
     def __init__(self, setup: Setup, values: Values, founding: Manifest) -> None:
         rules = self.rules = setup.rules
@@ -162,12 +162,12 @@ class Invariants:
         self.given = set(setup.credentials.items())
         """Credentials that peers have been given so far."""
         self.liar = setup.liar
-        """The liar: its word is not judged, and its disk counts as holding every manifest."""
+        """The liar, whose word is not judged, and whose disk counts as holding every manifest."""
 
     # ------------------------------------------------------------ ancestry
 
     def descends(self, manifest: Manifest, ancestor: Manifest) -> bool:
-        """Whether the ancestor is the manifest itself or lies in its past."""
+        """Whether the ancestor is the manifest itself or in the manifest's past."""
         current: Manifest | None = manifest
         while current is not None and current.height >= ancestor.height:
             if current.digest == ancestor.digest:
@@ -187,7 +187,7 @@ class Invariants:
     # ------------------------------------------------------------ writes
 
     def offered(self, peer: PeerId, offer: Offer) -> None:
-        """Notes an offer that a peer's machine has got, for the convener."""
+        """Notes an offer that a peer's machine was given, for the convener."""
         self._offered.setdefault((peer, offer.tip), []).append(offer)
         self.deltas.offered(peer, offer)
 
@@ -221,7 +221,7 @@ class Invariants:
             self._require_quorum(tip, disks)
 
     def lost_disk(self, peer: PeerId) -> None:
-        """This peer's earlier votes count as durable from now on: it did all it could [I2]."""
+        """Counts this peer's earlier votes as durable, since the peer did write them [I2]."""
         voted = {digest for digest, peers in self._acceptors.items() if peer in peers}
         self._forgiven.setdefault(peer, set()).update(voted)
         self.deltas.forgetful.add(peer)
@@ -229,7 +229,7 @@ class Invariants:
     def reformed(
         self, peer: PeerId, old: Manifest, new: Manifest, heard: Collection[PeerId]
     ) -> None:
-        """Judges a tip in another generation, given the peers heard within the last T_reform."""
+        """Judges a tip in another generation, by the peers heard within the last T_reform."""
         length = len(old.lineage)
         leaves_mine = len(new.lineage) > length and new.lineage[:length] == old.lineage
         require(
@@ -303,7 +303,7 @@ class Invariants:
         )
 
     def _holds(self, peer: PeerId, disk: Disk, manifest: Manifest) -> bool:
-        """Whether the peer has the manifest durably, or lost it with its disk or generation."""
+        """Whether the peer has the manifest durably, or lost it with its disk or its generation."""
         if peer == self.liar:
             return True
         if manifest.digest in self._forgiven.get(peer, ()):
@@ -322,7 +322,7 @@ class Invariants:
     # ------------------------------------------------------------ contents
 
     def _check_owners(self, manifest: Manifest, parent: Manifest) -> None:
-        """Requires as many owners as there is room for, none of them over its room [I4, I13]."""
+        """Requires as many owners as there is room for, and no owner over its room [I4, I13]."""
         wanted = min(self.rules.owners_per_expert, len(manifest.members))
         load = Counter(peer for owners in manifest.owners.values() for peer in owners)
         rooms = {peer: member.room for peer, member in manifest.members.items()}
@@ -428,7 +428,7 @@ class Invariants:
                 self._check_value(name, unit, manifest, parent)
 
     def _check_members(self, manifest: Manifest, parent: Manifest) -> None:
-        """Requires real peers as members, with the capacity and room they declared [I12]."""
+        """Requires real peers as members, with the capacity and room that they declared [I12]."""
         for peer, member in manifest.members.items():
             before = parent.members.get(peer)
             named = self.setup.characters.get(peer)
@@ -442,7 +442,7 @@ class Invariants:
             )
 
     def _check_offers(self, manifest: Manifest, parent: Manifest) -> None:
-        """Requires that a peer has offered exactly what a manifest counts as its offer [I12]."""
+        """Requires that a peer has offered exactly what the manifest counts as its offer [I12]."""
         units: dict[PeerId, dict[Unit, Digest]] = {}
         for unit, values in manifest.sources.items():
             for peer, digest in values:

@@ -1,4 +1,4 @@
-"""Invariants of members: their offers (due units), their votes [I15], their claims of work [I14].
+"""Invariants of members: their offers (due units), votes [I15] and claims of work [I14].
 
 Policy: overlapped rounds.
 """
@@ -19,7 +19,7 @@ from swarm.protocol.values.work import num_samples
 def check_brought(
     manifest: Manifest, parent: Manifest, due: Set[Unit], liar: PeerId | None
 ) -> None:
-    """Each contributor offers all due experts that it owns, overdue or not."""
+    """Each contributor offers all due experts that it owns, even if they are not overdue."""
     contributors = frozenset(manifest.contributors) - {liar}
     for expert, owners in parent.owners.items():
         unit = expert_unit(expert)
@@ -34,7 +34,7 @@ def check_brought(
 
 
 def check_votes(manifest: Manifest, parent: Manifest) -> None:
-    """One peer a round may earn a vote; unvouched voters stay under a third [R7]."""
+    """One peer a round may earn a vote. Unvouched voters stay under a third [R7]."""
     new = manifest.voters - parent.voters - manifest.vouched
     unvouched = manifest.voters - manifest.vouched
     earned = all(manifest.members[p].counted >= 10 for p in new)
@@ -50,7 +50,7 @@ def check_votes(manifest: Manifest, parent: Manifest) -> None:
 def check_trainees(
     manifest: Manifest, parent: Manifest, network_of: Callable[[PeerId], str | None]
 ) -> None:
-    """No new trainee is the fifth in its network, however many keys ask."""
+    """At most four trainees are of one network, however many keys ask."""
     new = manifest.members.keys() - parent.members.keys() - manifest.vouched
     for network in {network_of(peer) for peer in new} - {None}:
         trainees = {*(parent.members.keys() - parent.voters), *new}
@@ -61,7 +61,7 @@ def check_trainees(
 def check_vouched(
     manifest: Manifest, parent: Manifest, given: Collection[tuple[PeerId, Credential]]
 ) -> None:
-    """A newly vouched peer shows a credential it was given; vouched members stay so [R8]."""
+    """A newly vouched peer shows a credential that it was given. Vouched members stay so [R8]."""
     name, shown = short(manifest), manifest.invited
     known = {manifest.founding.founder} | parent.vouched | parent.absent.keys()
     new, lost = manifest.vouched - known, known & manifest.members.keys() - manifest.vouched
@@ -79,7 +79,7 @@ def check_vouched(
 
 
 def _check_uses(manifest: Manifest, parent: Manifest) -> None:
-    """No more peers come by an invitation, or by one anchor, than are allowed."""
+    """No invitation and no anchor lets in more peers than allowed."""
     name, of_inviter = short(manifest), Counter[PeerId]()
     of_invitation: dict[Invitation, set[PeerId]] = {}
     for peer, credential in manifest.invited.items():
@@ -99,7 +99,7 @@ def _check_uses(manifest: Manifest, parent: Manifest) -> None:
 
 
 ROUNDED = 1.002
-"""Tolerance, since paces have four digits."""
+"""Factor of tolerance, since paces are rounded to four digits."""
 
 
 def check_claims(manifest: Manifest, parent: Manifest, rules: Rules, values: Values) -> None:
@@ -114,22 +114,22 @@ def check_claims(manifest: Manifest, parent: Manifest, rules: Rules, values: Val
 
 
 def _trust(manifest: Manifest, peer: PeerId) -> int:
-    """As how many members a peer may count, by an anchor's word."""
+    """The number of members that a peer counts as, by an anchor's word."""
     member = manifest.members.get(peer)
     return member.weight if member else 1
 
 
 def _each(manifest: Manifest, parent: Manifest) -> list[tuple[int, int]]:
-    """For each contributor, tokens per member that it counts as, and that number; sorted."""
+    """For each contributor, tokens per member that it counts as, and their number; sorted."""
     trusts = ((_trust(parent, peer), tokens) for peer, tokens in manifest.work.items())
     return sorted((max(1, tokens // trust), trust) for trust, tokens in trusts)
 
 
 def _check_weights(manifest: Manifest, parent: Manifest, values: Values) -> None:
-    """No source weighs over 1.5 times the lower median, or over a third of three or more.
+    """No source weighs over 1.5 times the lower median, or over a third among three or more.
 
-    A source that counts as several members has as many times the limit of 1.5. It may also weigh
-    more than a third.
+    The limit of 1.5 is multiplied for a source that counts as several members. Such a source may
+    also weigh more than a third.
     """
     each = _each(manifest, parent)
     median = each[(len(each) - 1) // 2][0]
@@ -154,7 +154,7 @@ def _check_weights(manifest: Manifest, parent: Manifest, values: Values) -> None
 
 
 def _check_tokens(manifest: Manifest, parent: Manifest) -> None:
-    """The largest claim moves the run no further than the next largest."""
+    """The largest claim advances the run's tokens no further than the next largest claim."""
     each = _each(manifest, parent)
     *others, (_, trust) = each
     second = others[-1][0] if others else each[0][0]
@@ -167,9 +167,9 @@ def _check_tokens(manifest: Manifest, parent: Manifest) -> None:
 
 
 def _check_paces(manifest: Manifest, parent: Manifest, round_s: float) -> None:
-    """The next deal is at most twice the counted work, and at most twice the previous deal.
+    """A pace allows at most twice the counted work and twice the previous deal as the next deal.
 
-    A deal is 1.25 times what fits. A round with little work halves a pace at most.
+    A deal is 1.25 times the work that fits. A round with little work at most halves a pace.
     """
     for peer, tokens in manifest.work.items():
         if peer in manifest.members:
@@ -184,7 +184,7 @@ def _check_paces(manifest: Manifest, parent: Manifest, round_s: float) -> None:
 
 
 def _check_deals(manifest: Manifest, rules: Rules, round_s: float) -> None:
-    """With three or more voters of known pace, no voter alone can raise a deal."""
+    """With three or more voters of known pace, a single voter cannot raise a deal."""
     paces = {
         peer: member.tokens_per_s / member.weight
         for peer, member in manifest.members.items()

@@ -1,6 +1,6 @@
-"""Moments of experts between simulated peers; `Giving` and `Taking` are those of a real peer.
+"""Moments of experts between simulated peers, with the `Giving` and `Taking` of a real peer.
 
-Questions travel in order and are not lost, but they fail where a link is cut or a peer is down.
+Questions arrive in order and are not lost, but fail if a link is cut or a peer is down.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from swarm.protocol.exchange import handover
 from swarm.protocol.values.manifest import Digest, Manifest, PeerId
 
 ANSWER_S = 0.3
-"""How long a question to a living peer takes."""
+"""Seconds that a question to a living peer takes."""
 ASK_S = 3.0
-"""How long an answer of others is waited for."""
+"""Seconds for which an answer of others is awaited."""
 RETRY_S = 2.0
 FETCH_S = 0.5
 MOMENTS_BYTES = 200
 
 
 class ExchangeShell(Shell, Protocol):
-    """What an exchange needs of its peer."""
+    """The parts of its peer that an exchange needs."""
 
     exchange: Exchange
 
     def exchange_of(self, name: PeerId) -> Exchange | None:
-        """Another peer's exchange, if the links work and it runs."""
+        """Another peer's exchange, if the peer runs and the links work."""
 
     def own_experts(self) -> Collection[int]:
         """Experts that this peer trains."""
 
     def took(self, expert: int, round_: int | None) -> None:
-        """Notes which moments an expert taken over got: those of a round; None: zero moments."""
+        """Notes the round of the moments that an adopted expert got. None: zero moments."""
 
 
 class Exchange:
@@ -44,11 +44,11 @@ class Exchange:
     def __init__(
         self, shell: ExchangeShell, giving: handover.Giving, taking: handover.Taking, copy_s: float
     ) -> None:
-        """Starts empty; moments can be fetched `copy_s` after a manifest was adopted."""
+        """Starts empty. Moments can be fetched `copy_s` after a manifest was adopted."""
         self.shell, self.giving, self.taking, self.copy_s = shell, giving, taking, copy_s
         self._copied_s: dict[handover.Moments, float] = {}
         self._taken_up: dict[int, tuple[float, int]] = {}
-        """Expert -> when it was taken over, and the round of its weights."""
+        """For each expert, when it was taken over, and the round of its weights."""
         self._is_looking = False
 
     # ------------------------------------------------------------ giving
@@ -65,7 +65,7 @@ class Exchange:
                 self.giving.put(moments, peers, now_s + self.copy_s)
 
     def asked(self, peer: PeerId, settled: Collection[Digest] = ()) -> tuple[handover.Moments, ...]:
-        """Moments on offer for a peer that asks, as far as they are still here."""
+        """Moments that a peer that asks may fetch, as far as they are still here."""
         now_s = self.shell.now_s()
         return tuple(
             moments
@@ -119,7 +119,7 @@ class Exchange:
         if other:
             other.asked(self.shell.me, [moments.digest])
 
-    # ------------------------------------------------------------ what must hold
+    # ------------------------------------------------------------ invariants
 
     def _judge_found(self, moments: handover.Moments) -> None:
         """Requires moments that are no older than their weights."""
@@ -129,7 +129,7 @@ class Exchange:
             raise Violation("N2", f"{self.shell.me}, expert {moments.expert}: {why}")
 
     def _judge_none(self, search: handover.Search) -> None:
-        """Requires that an earlier owner that lives was waited for."""
+        """Requires that this peer waited for an earlier owner that lives."""
         age_s = self.shell.now_s() - self._taken_up[search.expert][0]
         living = [peer for peer in search.givers if self.shell.exchange_of(peer)]
         if living and age_s < handover.PATIENCE_S:

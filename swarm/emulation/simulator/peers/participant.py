@@ -1,4 +1,4 @@
-"""A peer of a schedule: its properties, the code it runs, and where it may crash."""
+"""A peer of a schedule: its properties, its code, and the places where it may crash."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from swarm.protocol.values.manifest import ALL_EXPERTS, Kind, PeerId
 
 @dataclass(frozen=True)
 class Character:
-    """The properties of one peer; a slow peer has larger numbers."""
+    """The properties of one peer. A slow peer has larger times."""
 
     capacity: float = 1.0
     local_steps_s: float = 3.0
@@ -41,19 +41,19 @@ class Character:
     rebuild_s: float = 0.05
     """Time to make a value from a delta."""
     arithmetic: int = 0
-    """Peers of the same number compute the same bits; negative: other bits each time."""
+    """Peers with the same number compute the same bits. Negative: other bits each time."""
     up_bytes_per_s: float = inf
     down_bytes_per_s: float = inf
     clock_s: float = 0.0
-    """Its monotonic clock at the beginning of the schedule."""
+    """The peer's monotonic clock at the beginning of the schedule."""
     rooms: tuple[int, ...] = (ALL_EXPERTS,)
-    """Experts that fit its machine, one number per start; the last one holds from then on."""
+    """Numbers of experts that fit the machine, one per start. The last number also holds later."""
     network: str | None = None
-    """Public network of its address, as others see it; None: they do not know it."""
+    """Public network of the peer's address, as others see it. None: others do not know it."""
 
     @property
     def uplink(self) -> int:
-        """Its uplink in Mbit/s, as it says; 0: it does not know."""
+        """The uplink that the peer states, in Mbit/s. 0: unknown."""
         mbit = self.up_bytes_per_s * 8e-6
         return max(1, round(mbit)) if mbit < inf else 0
 
@@ -66,20 +66,20 @@ class Setup:
     rules: Rules
     timers: Timers
     characters: Mapping[PeerId, Character]
-    """The characters of all peers that will ever be there."""
+    """The characters of all peers of the schedule, even future ones."""
     has_slow_links: bool = False
-    """Whether bytes take time."""
+    """Whether transfers of bytes take time."""
     has_adapted_timers: bool = False
     """Whether each peer adapts its timers to measured sizes and rates."""
     liar: PeerId | None = None
     lies: frozenset[str] = frozenset()
     """Subjects of the liar's lies, see `faults.liar`."""
     copy_s: float | None = None
-    """How long an owner takes to offer moments; None: moments are not modeled."""
+    """How long an owner takes to offer moments. None: moments are not modeled."""
     known: frozenset[PeerId] = frozenset()
-    """Founders that no anchor vouches for: they are one round short of a vote."""
+    """Founders that no anchor vouches for. They lack one round for a vote."""
     credentials: Mapping[PeerId, Credential] = field(default_factory=dict)
-    """Credentials with which peers come."""
+    """Credentials with which peers join."""
 
     def network_of(self, peer: PeerId) -> str | None:
         """The network from which a peer is connected, as far as others see it."""
@@ -88,7 +88,7 @@ class Setup:
 
 
 class Times(NamedTuple):
-    """A machine's clocks: time that has passed, that time without sleep, wall time."""
+    """A machine's clocks: passed time, passed time without sleep, wall time."""
 
     passed_s: float
     awake_s: float
@@ -96,7 +96,7 @@ class Times(NamedTuple):
 
 
 def adapted(measured: Measured, base: Timers) -> Timers:
-    """Timers of a real peer whose run fixes T_reform."""
+    """The timers that a real peer would adapt, in a run that fixes T_reform."""
     return production_timers(
         measured, roster_after_s=base.roster_s, reform_after_s=base.reform_s, base=base
     ).timers
@@ -124,15 +124,15 @@ class UnderTest(Parts):
     """The time that a machine sees."""
     timers: Callable[[Measured, Timers], Timers] = adapted
     rolled_back: Callable[[Record], Record] = chain_record.rolled_back
-    """The record of a peer whose newest one is damaged [P5]."""
+    """Makes the record of a peer whose newest record is damaged [P5]."""
     without_record: Callable[[PeerId, Record, Sequence[Link]], Record] = chain_record.without_record
-    """The record of a peer that has lost its own and was shown a tip by others [P5]."""
+    """Makes the record of a peer that has lost its record and was shown a tip by others [P5]."""
     waits_on: bool = True
-    """Whether a transfer may take as long as its bytes keep coming."""
+    """Whether a transfer may last as long as bytes keep coming."""
 
 
 def under(changed: type[Rules]) -> Callable[[PeerId, Rules], Rules]:
-    """Makes all machines follow these rules."""
+    """Makes all machines follow changed rules."""
     return lambda _, rules: changed(**{f.name: getattr(rules, f.name) for f in fields(rules)})
 
 
@@ -142,7 +142,7 @@ Trap = Callable[[Effect], bool]
 class Loss(Enum):
     """What a crash destroys."""
 
-    RECORD = "record"  # the newest record; the previous one is read
+    RECORD = "record"  # the newest record: the previous record is read
     DISK = "disk"  # the whole state directory
 
 
@@ -151,11 +151,11 @@ class PlannedCrash:
     """A crash that waits for an effect."""
 
     trap: Trap
-    """Whether the process crashes right after an effect."""
+    """Decides whether the process crashes right after an effect."""
     restart_s: float
     """Time after which the process starts again."""
     isolated: PeerId | None = None
-    """A peer that is cut off from all others at that very moment."""
+    """A peer that is cut off from all others at the moment of the crash."""
     loss: Loss | None = None
 
 

@@ -29,12 +29,12 @@ from swarm.protocol.values.manifest import Digest, Manifest, PeerId
 
 
 class Turns:
-    """Runs one call after the other: a call made meanwhile waits until the present one is done.
+    """Runs one call after the other. A call made during another call waits for its end.
 
-    So does a real peer: `swarm.network.rounds.round_driver` takes events from a queue, and carries
-    out all effects of one before it takes the next. An offer that a trainer makes at once on a new
-    tip comes after the `Keep` that goes with that tip's `Apply`. Otherwise blobs that the offer's
-    round asks for would be found on the disk and then be collected.
+    A real peer does the same: `swarm.network.rounds.round_driver` takes events from a queue, and
+    carries out all effects of an event before it takes the next event. So an offer that a trainer
+    makes at once on a new tip comes after the `Keep` that belongs to this tip's `Apply`. Otherwise
+    blobs for the offer's round would be found on the disk and then be collected.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Turns:
 
 
 def describe(thing: events.Effect | Message) -> str:
-    """An effect or a message on one line; empty if a reader need not see it."""
+    """An effect or a message on one line. Empty if it is not shown in traces."""
     match thing:
         case events.Send(destination, _, message):
             return f"-> {destination} {describe(message)}"
@@ -90,13 +90,13 @@ def describe(thing: events.Effect | Message) -> str:
 
 
 CLOCKS_DIFFER_S = 1e-6
-"""A peer's clock begins elsewhere than the simulation's, so that sums are rounded differently."""
+"""Tolerance between clocks: a peer's clock begins at another number, so sums round differently."""
 LINGER_S = 10.0
-"""How long a peer that has left still hands over."""
+"""Seconds for which a peer that has left still hands over."""
 
 
 class Node(Ports):
-    """A peer's process and disk; the process may crash between any two effects."""
+    """A peer's process and disk. The process may crash between any two effects."""
 
     def __init__(self, world: World, me: PeerId, character: Character, disk: Disk) -> None:
         self.world = world
@@ -110,9 +110,9 @@ class Node(Ports):
         self.has_left = False
         self.is_paused = False
         self.is_deaf = False
-        """Whether the whole machine sleeps: what is sent to it is lost."""
+        """Whether the whole machine sleeps, so that messages to it are lost."""
         self.lingers_until = 0.0
-        """How long it still serves others after it has left."""
+        """Until when it still serves others after it has left."""
         self.slept_s = 0.0
         """How long it has slept so far."""
         self.wall_ahead_s = 0.0
@@ -160,7 +160,7 @@ class Node(Ports):
 
     @property
     def room(self) -> int:
-        """Experts that fit the machine, since its last start."""
+        """Number of experts that fit the machine, since its last start."""
         rooms = self.character.rooms
         return rooms[min(self._boots, len(rooms)) - 1]
 
@@ -225,19 +225,19 @@ class Node(Ports):
         self.machine.timers = timers
 
     def crash(self) -> None:
-        """Kills the process; the disk stays."""
+        """Kills the process. The disk stays."""
         self._note("crashes")
         self.is_up = False
         self.planned = None
         self.disk.crash(self.world.random)
 
     def pause(self) -> None:
-        """Stops the process (SIGSTOP); what arrives waits."""
+        """Stops the process (SIGSTOP). Arriving messages wait."""
         self._note("is paused")
         self.is_paused = True
 
     def resume(self) -> None:
-        """Lets a paused process continue, with everything that waited."""
+        """Lets a paused process continue, with all messages that waited."""
         self._note("continues")
         self.is_paused = self.is_deaf = False
         backlog, self._backlog = self._backlog, []
@@ -247,7 +247,7 @@ class Node(Ports):
                 method(*arguments)
 
     def discover(self, peers: tuple[PeerId, ...]) -> None:
-        """Passes on which peers the DHT lists."""
+        """Tells the machine the peers that the DHT lists."""
         if self.is_up and not self.is_paused:
             self.tell(events.Discovered(peers))
 
@@ -256,22 +256,22 @@ class Node(Ports):
         if self.is_up and not self.has_left:
             self.tell(events.LeaveAsked())
 
-    # ------------------------------------------------------------ what fetcher and trainer use
+    # ------------------------------------------------------------ used by fetcher and trainer
 
     def tell(self, event: events.Event) -> None:
-        """Hands an event to the machine and carries its effects out, in its turn."""
+        """Hands an event to the machine and carries out its effects, in its turn."""
         self._in_turn(partial(self._take, event))
 
     def _take(self, event: events.Event) -> None:
         if self.is_up:
-            # Read before the event: applying a manifest ends the listening [B1].
+            # Read before the event, since applying a manifest ends the listening [B1].
             self._is_listening = self.machine.is_listening
             if isinstance(event, events.Offered):
                 self.world.invariants.offered(self.me, event.offer)
             self._execute(self._handle(event))
 
     def _handle(self, event: events.Event) -> list[events.Effect]:
-        """Judges that the machine listens again after a stand-still, and only then [B2]."""
+        """Requires that the machine listens again after a stand-still, and only then [B2]."""
         machine, now = self.machine, self.world.now
         before, pause_s = machine.listened_at, machine.timers.pause_s
         gap_s = now - self._event_s
@@ -283,13 +283,13 @@ class Node(Ports):
         return effects
 
     def after(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
-        """Calls the method later, unless the process crashes first; a pause defers it."""
+        """Calls the method later, unless the process crashes first. A pause defers the call."""
         self.world.at(delay_s, self._later, self._boots, method, arguments)
 
     # ------------------------------------------------------------ events
 
     def receive(self, source: PeerId, payload: Payload) -> None:
-        """A message has arrived."""
+        """Takes a message that has arrived."""
         if not self.is_up or self.is_deaf:
             return
         if self.is_paused:

@@ -1,4 +1,4 @@
-"""What a simulated peer, its fetcher and its trainer see of the simulation."""
+"""The parts of the simulation that a simulated peer, its fetcher and its trainer see."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ Payload = Packet | Get | Data
 
 
 class Peer(StreamingShell, ExchangeShell, Protocol):
-    """Another peer, as seen by one of them."""
+    """Another peer, as a peer, fetcher or trainer sees it."""
 
     machine: RoundMachine
 
 
 class World(Protocol):
-    """What a node sees of the simulation."""
+    """The part of the simulation that a node sees."""
 
     now: float
     random: Random
@@ -50,7 +50,7 @@ class World(Protocol):
     setup: participant.Setup
 
     def reachable(self, source: PeerId, destination: PeerId) -> Peer | None:
-        """A peer that runs and whose links with another work in both directions."""
+        """The destination, if it runs and its links with the source work in both directions."""
 
     @property
     def disks(self) -> Mapping[PeerId, Disk]:
@@ -91,24 +91,24 @@ class Ports:
     _pace: Pace
 
     def post(self, destination: PeerId, payload: Payload) -> None:
-        """Sends it; it may be lost."""
+        """Sends a question or an answer, which may be lost."""
         self.world.post(self.me, destination, payload)
 
     def is_there(self) -> bool:
-        """Whether the process runs, and is not paused; it serves a while after it has left."""
+        """Whether the process runs and is not paused. After leaving it still serves for a while."""
         return (self.is_up and not self.is_paused) or self.world.now < self.lingers_until
 
     def peer(self, name: PeerId) -> Peer | None:
-        """Another peer whose links to and from this one work, if it runs."""
+        """Another peer, if it runs and the links in both directions work."""
         return self.world.reachable(self.me, name)
 
     def exchange_of(self, name: PeerId) -> Exchange | None:
-        """Another peer's exchange, if the links work and it runs."""
+        """Another peer's exchange, if the peer runs and the links work."""
         peer = self.peer(name)
         return peer.exchange if peer else None
 
     def machine_of(self, name: PeerId) -> RoundMachine | None:
-        """Another peer's machine, if the links work and it runs."""
+        """Another peer's machine, if the peer runs and the links work."""
         peer = self.peer(name)
         return peer.machine if peer else None
 
@@ -121,16 +121,16 @@ class Ports:
         return self.trainer.model.progress.keys()
 
     def took(self, expert: int, round_: int | None) -> None:
-        """Notes that an expert taken over got moments of this round, or none."""
+        """Notes that an adopted expert got moments of this round, or none."""
         self._note(f"expert {expert} continues with moments of round {round_}")
 
     def adopting(self, before: Manifest, manifest: Manifest) -> None:
-        """Notes that the model is about to move."""
+        """Notes that the model is about to adopt a manifest."""
         if self.has_moments:
             self.exchange.before_adopt(before, manifest)
 
     def adopted(self, taken: Sequence[int], before: Manifest, manifest: Manifest) -> None:
-        """Notes that the model has moved, and that these experts were taken over."""
+        """Notes that the model has adopted a manifest, and that these experts were taken over."""
         if self.has_moments:
             self.exchange.adopted(taken, before, manifest)
 
@@ -141,7 +141,7 @@ class Ports:
         return self.world.tested.clock(participant.Times(passed_s, passed_s - self.slept_s, wall_s))
 
     def rates(self) -> tuple[float, float]:
-        """Bytes per second that this peer sends and receives at most."""
+        """Limits of the bytes per second that this peer sends and receives."""
         return self.character.up_bytes_per_s, self.character.down_bytes_per_s
 
     def waits_on(self, *, is_flowing: bool) -> bool:
@@ -149,7 +149,7 @@ class Ports:
         return is_flowing and self.world.tested.waits_on
 
     def fetched(self, num_bytes: int, seconds: float) -> None:
-        """Notes a whole transfer, and for how long its bytes flowed."""
+        """Notes a complete transfer, and for how long its bytes flowed."""
         self._pace.fetched(num_bytes, seconds, self.clock_s())
 
     def measured(self) -> Measured:
@@ -159,7 +159,7 @@ class Ports:
         )
 
     def merge_is_due(self, tip: Manifest) -> bool:
-        """Whether the next manifest must be a merge, by the machine's rule, mutated or not."""
+        """Whether the next manifest must be a merge, by the rule of the code under test."""
         return self.machine.merge_is_due(tip)
 
     def local_steps_s(self) -> float:

@@ -1,7 +1,7 @@
 """The training side of a simulated peer: the real main loop, in virtual time, on symbols.
 
-`swarm.protocol.training` decides; this is its shell. The loop stands still while local steps are
-taken and the private state is written. It need not wait for anything else.
+`swarm.protocol.training` decides, and this module is its shell. The loop waits only while local
+steps are taken and while the private state is written.
 """
 
 # `TrainingShell` documents the methods of a shell.
@@ -28,7 +28,7 @@ from swarm.protocol.values.work import Stretches, num_samples, split
 
 
 class PeerShell(Shell, Protocol):
-    """What a trainer needs of its peer."""
+    """The parts of its peer that a trainer needs."""
 
     is_up: bool
 
@@ -45,32 +45,32 @@ class PeerShell(Shell, Protocol):
         """Notes that experts may be given to others."""
 
     def adopted(self, taken: Sequence[int], before: Manifest, manifest: Manifest) -> None:
-        """Notes the move, and which experts of other owners were taken over."""
+        """Notes the adoption, and the experts that were taken over from other owners."""
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """The local steps of one round, see `Work`."""
+    """The local steps of one round; see `Work`."""
 
     steps: int
     tokens: int
     seconds: float
     read: Stretches
-    """Samples that they are trained on."""
+    """Samples on which these steps are trained."""
     completed: bool = True
 
 
 def last(read: Stretches, samples: int) -> Stretches:
-    """The last of the samples that were read; all if they are fewer."""
+    """The last `samples` of the samples that were read, or all if they are fewer."""
     return split(read, max(0, num_samples(read) - samples))[1]
 
 
 WRITE_S = 0.02
-"""Time between the steps that make an offer durable, so that a crash can fall between them."""
+"""Seconds between the writes of an offer, so that a crash can happen between two writes."""
 
 
 class _Pause:
-    """Stands still where it is awaited, until its trainer is woken."""
+    """Lets the awaiting code wait until its trainer is woken."""
 
     def __await__(self) -> Generator[None, None, None]:
         yield
@@ -86,18 +86,18 @@ class Trainer(TrainingShell):
         self.model = self.model_type(shell.me, shell.disk, task)
         self.training = training(self, shell.me, task.rules, 2**31, is_due=shell.merge_is_due)
         self.is_idle = False
-        """Whether it waits for others, having neither taken steps nor offered."""
+        """Whether the trainer waits for others, and has neither taken steps nor offered."""
         self._loop: Coroutine[None, None, Manifest]
         self._newer: list[Applied] = []
         """Tips that the loop does not know yet."""
         self._looks_out = False
-        """Whether a newer tip wakes it."""
+        """Whether a newer tip wakes the trainer."""
         self._job = 0
         self._lesson = Lesson(0, 0, 0.0, ())
         self._read: Stretches = ()
-        """Samples that the model has seen, in order, as far as they are known."""
+        """Samples on which the model was trained, in order, as far as they are known."""
         self._at: Digest = ""
-        """The manifest that the model is at."""
+        """The manifest that the model has adopted."""
         self._ends_s = 0.0
         """When the local steps under way end."""
 
@@ -118,7 +118,7 @@ class Trainer(TrainingShell):
             self._loop.send(None)
 
     async def _pass(self, seconds: float) -> None:
-        """Stands still for so long, or until a newer tip comes if that may wake it."""
+        """Waits for `seconds`, or until a newer tip comes if a tip may wake the trainer."""
         self.shell.after(seconds, self._wake, self._job)
         await _Pause()
 
@@ -156,7 +156,7 @@ class Trainer(TrainingShell):
         before: Work | None,
         left: Callable[[int, float, float], LocalWork],
     ) -> Lesson:
-        """Takes local steps; their number and time are known from the start."""
+        """Takes local steps, whose number and time are known from the start."""
         if self._newer:  # a newer tip came while an offer was written
             done = before or Lesson(0, 0, 0.0, ())
             return replace(self._lesson, steps=done.steps, tokens=done.tokens, completed=False)
@@ -194,13 +194,13 @@ class Trainer(TrainingShell):
             raise Violation("I21", f"{self.shell.me} reads {read} once more after {self._read}")
 
     async def _take_steps(self, tip: Manifest) -> None:
-        # A pause may have outlasted them.
+        # A pause may have outlasted the steps.
         left_s = max(WRITE_S, self._ends_s - self.shell.now_s())
         self.shell.after(WRITE_S, self._expect, self._job, tip, left_s - WRITE_S)
         await self._pass(left_s)
 
     def _plan(self, left: Callable[[int, float], int]) -> tuple[int, float]:
-        """How many local steps there are to be, and how long they take."""
+        """The number of the local steps, and their time."""
         if self.task.rules.round_seconds is None:
             return left(0, 0.0), self.shell.local_steps_s()
         steps, step_s = 0, self.shell.step_s()
@@ -315,8 +315,9 @@ class Trainer(TrainingShell):
 
         Policy: overlap accounting.
 
-        On another chain they are lost, unless the peer is dealt the same samples there. A peer that
-        starts has lost them. Parts that were not due keep their progress (shared progress).
+        On another chain such samples are lost, unless the peer is dealt the same samples there. A
+        peer that starts has lost them. Parts that were not due keep their progress (shared
+        progress).
         """
         begins_anew = decision.begins_anew(self.task.rules.shared_units)
         if begins_anew or self.shell.me not in manifest.members:

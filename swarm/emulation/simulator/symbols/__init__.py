@@ -1,1 +1,1 @@
-"""Values as symbols: a value *is* the record of how it came about."""
+"""Values as symbols: a value *is* the record of how it was made."""

@@ -1,4 +1,4 @@
-"""The disk of a simulated peer, and the interface of a peer that all its parts need."""
+"""The disk of a simulated peer, and the interface of the peer that all its parts use."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from swarm.protocol.values.manifest import Digest, PeerId, Unit
 from swarm.protocol.values.work import Stretches
 
 SURVIVAL = 0.3
-"""Share of the unsynced blobs that survive a crash, by luck."""
+"""Share of the unsynced blobs that survive a crash by chance."""
 
 
 class Progress(NamedTuple):
-    """Local progress on one expert: its value now, and the agreed value it was trained from."""
+    """Local progress on one expert: its present value, and the agreed value before training."""
 
     base: Digest
     value: Digest
 
 
 class Live(NamedTuple):
-    """A trained value: the agreed value that it is based on, and its tags beyond that value."""
+    """A trained value: the agreed value that it is based on, and its tags beyond this value."""
 
     base: Digest
     extra: Mapping[Tag, int]
@@ -52,7 +52,7 @@ class PrivateState:
 
 
 class Disk:
-    """Record, private state and blobs; blobs are readable when written, durable when synced."""
+    """Record, private state and blobs. Blobs are readable when written, durable when synced."""
 
     def __init__(
         self, record: Record, durable: Iterable[Digest], chain: Iterable[Link] = ()
@@ -63,7 +63,7 @@ class Disk:
         self.came_from: Digest | None = None
         """The tip before the present one."""
         self.links = tuple(chain) or Chain.of(record).links
-        """The chain of heads that leads to the tip."""
+        """The chain of heads up to the tip."""
         self.earlier: Record | None = None
         """The previous record, which is read when the newest one is damaged."""
         self.is_lost = False
@@ -83,7 +83,7 @@ class Disk:
             self.volatile.add(digest)
 
     def sync(self, digests: Iterable[Digest]) -> None:
-        """Makes the readable ones of these blobs durable."""
+        """Makes the blobs with these digests durable, except unreadable ones."""
         for digest in digests:
             if digest in self.volatile:
                 self.volatile.remove(digest)
@@ -115,7 +115,7 @@ class Disk:
 
 
 class Shell(Protocol):
-    """The peer, as its parts see it; each part adds its own needs."""
+    """The peer, as its parts see it. Each part extends this protocol by its own needs."""
 
     me: PeerId
     disk: Disk

@@ -1,4 +1,4 @@
-"""Signatures of the simulation: nobody can forge them, and they are checked on arrival."""
+"""Simulated signatures, which cannot be forged and are checked on arrival."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from swarm.protocol.messages.signatures import outline_of, refusal_of, standing_
 from swarm.protocol.values.manifest import PeerId
 
 KEPT = 64
-"""At most so many verified messages are kept: a convener posts one message to all."""
+"""Most verified messages that are kept, because a convener posts one message to all peers."""
 
 
 def sign(peer: PeerId, statement: bytes) -> Signature:
-    """A peer's signature under a statement; only code that acts for the peer may call this."""
+    """A peer's signature under a statement. Only code that acts for the peer may call it."""
     return blake3(peer.encode() + b"/" + statement).digest(SIGNATURE_BYTES)
 
 
@@ -25,7 +25,7 @@ def holds(peer: PeerId, statement: bytes, signature: Signature) -> bool:
 
 
 class Door:
-    """Where the network delivers messages; wrongly signed ones are dropped here."""
+    """The place where the network delivers messages. Drops messages with wrong signatures."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -36,7 +36,7 @@ class Door:
         return holds(peer, statement, signature)
 
     def let_in(self, source: PeerId, header: Header, message: Message) -> Message | None:
-        """The valid part of a message, see `verified`; None for a refused one."""
+        """The valid part of a message; see `verified`. None for a refused message."""
         key = (source, id(header), id(message))
         if key not in self._known:
             try:
@@ -45,10 +45,10 @@ class Door:
                 left = None
             if len(self._known) >= KEPT:
                 del self._known[next(iter(self._known))]
-            self._known[key] = (header, message, left)  # their ids must not be reused
+            self._known[key] = (header, message, left)  # keeps their ids from reuse
         return self._known[key][2]
 
 
 def is_refused(source: PeerId, message: Message, record: Record) -> bool:
-    """Whether a real peer would refuse the message before it fetched the attachments."""
+    """Whether a real peer would refuse the message before it fetches the attachments."""
     return refusal_of(outline_of(message), standing_in(record, source)) is not None

@@ -1,6 +1,6 @@
-"""The samples that the shared tensors were really trained on, along each chain (text deals).
+"""The samples on which the shared tensors were actually trained, along each chain (text deals).
 
-Manifests say which samples are dealt, and how many were used. The ledger goes by the samples that
+Manifests say which samples are dealt, and how many were used. The ledger follows the samples that
 trainers have read.
 """
 
@@ -24,10 +24,10 @@ class Ledger:
         self._counted: dict[Digest, Stretches] = {founding.digest: ()}
 
     def enter(self, manifest: Manifest, parent: Manifest, liar: PeerId | None) -> str | None:
-        """Enters a manifest whose parent was entered; says what is wrong with its samples.
+        """Enters a manifest whose parent was entered. Returns a text if its samples are wrong.
 
-        Each sample before the cursor must be exactly once counted, a hole or dealt. If a liar
-        claims samples of its deal, these count as read.
+        Each sample before the cursor must be exactly one of counted, hole or dealt, once. Samples
+        of its deal that a liar claims count as read.
         """
         counted = [*self._counted[manifest.parent or ""]]
         if manifest.kind is Kind.QUORUM:
@@ -60,7 +60,7 @@ class Ledger:
 
 
 def one_after_the_other(stretches: Iterable[tuple[int, int]]) -> Stretches | None:
-    """The stretches in order, adjacent ones joined; None if two overlap."""
+    """The stretches in order, with adjacent stretches joined. None if two overlap."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(stretches):
         if joined and start < joined[-1][1]:

@@ -1,4 +1,4 @@
-"""Training and arithmetic of a simulated peer: values are symbols that say how they came about."""
+"""Training and arithmetic of a simulated peer, on symbols that record how they were made."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from swarm.protocol.values.work import Stretches
 
 @dataclass
 class Past:
-    """One peer's offers and missed units since its last tip, which decide what progress stays."""
+    """One peer's offers and missed units since its last tip. They decide which progress stays."""
 
     me: PeerId
     offered: set[Digest] = field(default_factory=set)
-    """Values offered on that tip, in this life of the process or as the private state says."""
+    """Values offered on this tip, in this life of the process or according to the private state."""
     missed: frozenset[Unit] = frozenset()
     """Units with steps that a round has left out."""
 
@@ -42,16 +42,16 @@ class Past:
 
         Args:
             unit: a unit that moves by deltas.
-            base: the agreed value that the live one is based on.
+            base: the agreed value that the live value is based on.
             manifest: the manifest that is being adopted.
-            follows: whether its parent is the manifest that this peer is at.
+            follows: whether its parent is the manifest that this peer has adopted.
         """
         if expert_of_unit(unit) is None:
             return follows and self._shared_goes_on(manifest)
         return self._expert_goes_on(unit, base, manifest)
 
     def _shared_goes_on(self, manifest: Manifest) -> bool:
-        """All renewed parts share one fate, since they were trained on the same tokens."""
+        """Decides for all renewed parts together, since they were trained on the same tokens."""
         if manifest.kind is not Kind.QUORUM:
             return manifest.kind is Kind.MERGE or self.me in manifest.members
         moved = {u: dict(v) for u, v in manifest.sources.items() if expert_of_unit(u) is None}
@@ -77,7 +77,7 @@ class Past:
         *,
         follows: bool,
     ) -> None:
-        """Judges which units restart, and notes which steps a round has left out.
+        """Judges the restarts of units, and notes the steps that a round has left out.
 
         Args:
             manifest: the manifest that is being adopted.
@@ -114,12 +114,12 @@ def _actions(manifest: Manifest, decision: Adoption) -> dict[Unit, Action]:
 
 @dataclass(frozen=True)
 class Step:
-    """The decision on the live value of one unit, by `swarm.protocol.training.adoption`."""
+    """The decision of `swarm.protocol.training.adoption` on the live value of one unit."""
 
     action: Action
     entry: Entry
     taken: Digest | None = None
-    """The value to subtract: the one before a merge, or this peer's offer."""
+    """The value to subtract: the value before a merge, or this peer's offer."""
 
 
 class Deltas:
@@ -129,7 +129,7 @@ class Deltas:
         self.me, self.disk, self.rules, self.values = me, disk, rules, values
         self.live: dict[Unit, Live] = {}
         self.named: dict[Unit, OfferedUnit] = {}
-        """Offers of the present live values: a blob is made once, and kept."""
+        """Offers of the present live values. Each blob is made once and kept."""
         values.lost.update(values.tags_of(me))  # unless they are loaded
 
     @property
@@ -148,7 +148,7 @@ class Deltas:
     # ------------------------------------------------------------ training and offering
 
     def train(self, unit: Unit) -> None:
-        """Takes some steps, which get a tag."""
+        """Takes some steps on a unit. The steps get a tag."""
         base, extra = self.live[unit]
         self._set(unit, base, {**extra, self.values.tag(self.me, unit): 1})
 
@@ -200,7 +200,7 @@ class Deltas:
         return extra
 
     def followed(self, live: Live, step: Step) -> Counter[Tag]:
-        """The live value's tags beyond the former agreed value, minus the counted delta's."""
+        """The live value's tags beyond the former agreed value, without the counted delta's."""
         assert step.entry.base is not None
         extra = self._over(live, step.entry.base)
         if step.action is Action.CORRECTED:
@@ -215,7 +215,7 @@ class Deltas:
         self._set(unit, value, {})
 
     def drop(self, unit: Unit) -> None:
-        """Ends the training of a unit here."""
+        """Ends this peer's training of a unit."""
         self.values.lost.update(self.live.pop(unit).extra)
         self.named.pop(unit, None)
 
@@ -226,7 +226,7 @@ class Deltas:
             self.named.pop(unit, None)
 
     def _judge(self, unit: Unit) -> None:
-        """Requires that a live value has its own tags beyond the agreed one, each once [E2]."""
+        """Requires that a live value has its own tags beyond the agreed value, each once [E2]."""
         base, extra = self.live[unit]
         agreed = self.values.contents(base)
         wrong = {
@@ -244,7 +244,7 @@ class Deltas:
 
 @dataclass(frozen=True)
 class Task:
-    """What all trainers of a schedule share."""
+    """The objects that all trainers of a schedule share."""
 
     rules: Rules
     values: Values
@@ -261,9 +261,9 @@ class Model:
         self.shared: dict[Unit, Digest] = {}
         """Values of the shared tensors after the finished local steps."""
         self.started: dict[Unit, Digest] = {}
-        """For parts that were not due: the agreed values from which they were really trained."""
+        """For parts that were not due: the agreed values from which they were actually trained."""
         self.offered: set[Digest] = set()
-        """Values of experts that were offered, and are kept until they have been adopted."""
+        """Offered values of experts, kept until they have been adopted."""
         self.again: set[Digest] = set()
         """Blobs of an offer that was in flight when the peer stopped."""
         self.deltas = self.deltas_type(me, disk, task.rules, task.values)
@@ -279,7 +279,7 @@ class Model:
         self.past = Past(self.me, set(offered.values()), private.missed)
 
     def decided(self) -> None:
-        """Forgets the offers: they are in the tip, or never will be."""
+        """Forgets the offers, which are in the tip or never will be."""
         self.offered.clear()
         self.past.offered.clear()
 
@@ -297,7 +297,7 @@ class Model:
                 self.deltas.begin(unit, tip.entries[unit].digest)
 
     def advance(self) -> None:
-        """Trains every owned expert, and the shared tensors, a bit further."""
+        """Trains every owned expert and the shared tensors for some steps."""
         self.shared = {}
         for unit in self.deltas.live:
             self.deltas.train(unit)
@@ -308,7 +308,7 @@ class Model:
             self.progress[expert] = Progress(base, trained)
 
     def _origin(self, base: Digest, value: Digest) -> Digest:
-        """The agreed value that a value really was trained from, whatever its base says."""
+        """The agreed value that a value was actually trained from, whatever its base says."""
         made = self.task.values[value]
         return made.base if value != base and isinstance(made, Trained) else base
 
@@ -316,7 +316,7 @@ class Model:
         return self.task.values.trained(unit, base, self.me)
 
     def values(self, bases: Mapping[Unit, Digest], read: Stretches) -> dict[Unit, OfferedUnit]:
-        """Values of units as they are now; shared ones were trained on the samples `read`."""
+        """Present values of units. Shared values were trained on the samples `read`."""
         units = self._values(bases, read)
         self.past.offered.update(offered.digest for offered in units.values())
         return units
@@ -343,9 +343,9 @@ class Model:
     # ------------------------------------------------------------ adopting
 
     def adopt(self, manifest: Manifest, decision: Adoption, *, follows: bool) -> list[int]:
-        """Moves to an agreed state; returns newly owned experts that others have trained.
+        """Moves to an agreed state. Returns newly owned experts that others have trained.
 
-        `follows`: whether the manifest's parent is the manifest that the model is at.
+        `follows`: whether the manifest's parent is the manifest that the model has adopted.
         """
         bases = {unit: live.base for unit, live in self.deltas.live.items()}
         self.past.adopt(manifest, decision, bases, follows=follows)
@@ -408,19 +408,19 @@ class Model:
     def _rebase(self, expert: int, choice: ExpertDecision) -> None:
         assert choice.base is not None and choice.rebase_from is not None
         base, value = self.progress[expert]
-        # The difference is zero if my offer was merged. It is unknown if the merge is so old that
-        # the value before the merge need not be kept.
+        # The difference is zero if this peer's offer was merged. It is unknown if the merge is so
+        # old that the value before the merge need not be kept.
         if value == choice.rebase_from or not self._has_before(expert, choice.rebase_from):
             self.progress[expert] = Progress(choice.base, choice.base)
             return
-        # The sum extends the merged value only if the base or an offer from here was merged.
+        # The sum extends the merged value only if the base or an offer of this peer was merged.
         extends = choice.base if choice.rebase_from in (base, *self.offered) else base
         self.progress[expert] = Progress(choice.base, self._trained(expert_unit(expert), extends))
 
     def _has_before(self, expert: int, before: Digest) -> bool:
         """Whether an expert's value before a merge is here [GC] (merge rebase).
 
-        A value that the previous tip names must be, unless this peer came from another tip.
+        A value that the previous tip names must be here, unless this peer came from another tip.
         """
         if before in self.disk:
             return True
@@ -434,7 +434,7 @@ class Model:
 def average(
     me: PeerId, disk: Disk, task: Task, effect: events.Reduce, asked_at: Digest
 ) -> events.UnitReduced | None:
-    """Averages and stores a unit; None if the round is over and its offers were dropped."""
+    """Averages and stores a unit. None if the round is over and its offers were dropped."""
     missing = [digest for _, digest in effect.inputs if digest not in disk]
     if missing:
         if disk.record.tip.digest != asked_at:
@@ -449,7 +449,7 @@ def average(
 
 @dataclass(frozen=True)
 class Averaging:
-    """Makes means of deltas, each a delta again."""
+    """Makes means of deltas. Each mean is again a delta."""
 
     remainders: Remainders[Mapping[Tag, int]]
 
@@ -483,7 +483,7 @@ class Averaging:
         self.remainders.found(tip, unit, delta, left)
 
     def store(self, disk: Disk, digests: Collection[Digest]) -> None:
-        """Makes value and delta durable before anybody hears of them."""
+        """Makes value and delta durable before they are reported."""
         for digest in digests:
             disk.write(digest)
         disk.sync(digests)
@@ -492,7 +492,7 @@ class Averaging:
 def rebuild(
     disk: Disk, task: Task, effect: events.Rebuild, *, is_odd: bool
 ) -> events.Stored | events.NotMade:
-    """Makes a value from a delta and stores it; odd arithmetic gives other bits [W6]."""
+    """Makes a value from a delta and stores it. Odd arithmetic gives other bits [W6]."""
     made = task.values.moved(effect.unit, effect.base, effect.delta)
     if is_odd or made != effect.digest or effect.base not in disk or effect.delta not in disk:
         return events.NotMade(effect.digest, "other bits")
@@ -503,7 +503,7 @@ def rebuild(
 def merge(
     me: PeerId, disk: Disk, task: Task, tip: Manifest, variant: int
 ) -> events.MergeComputed | None:
-    """Merges and stores a tip's experts; None if the peer has left that tip and lacks values."""
+    """Merges and stores a tip's experts. None if the peer has left the tip and lacks values."""
     units = [expert_unit(expert) for expert in range(task.rules.num_experts)]
     inputs = tuple(tip.entries[unit].digest for unit in units)
     if any(digest not in disk for digest in inputs):

@@ -1,4 +1,4 @@
-"""Symbolic unit values: a value *is* the record of how it came about."""
+"""Symbolic unit values: a value *is* the record of how it was made."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Mean(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """An expert merged from all experts' values; peers with other arithmetic get another one."""
+    """An expert merged from all experts' values. Peers with other arithmetic get another value."""
 
     experts: tuple[Digest, ...]
     expert: int
@@ -59,7 +59,7 @@ class Merged(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """A value that a peer trained from an agreed one."""
+    """A value that a peer trained from an agreed value."""
 
     unit: Unit
     base: Digest
@@ -68,7 +68,7 @@ class Trained(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """A value that a delta made from an agreed one; `Merged` has fields of other types."""
+    """A value that a delta made from an agreed value. `Merged` has fields of other types."""
 
     unit: Unit
     base: Digest
@@ -95,11 +95,11 @@ class Maker(NamedTuple):
 
 
 SHARE = 0.6
-"""A delta brings this share of the tags that a value has beyond the agreed one."""
+"""Share of a value's tags beyond the agreed value that a delta brings."""
 
 
 def mean_of(unit: Unit, inputs: Sequence[Digest], weights: Sequence[int] | None) -> Mean:
-    """The mean of these values; without weights all count the same."""
+    """The mean of these values. Without weights, all values count the same."""
     return Mean(unit, tuple(zip(inputs, weights or [1] * len(inputs), strict=True)))
 
 
@@ -111,7 +111,8 @@ class Values:
         self._values: dict[Digest, Value] = {}
         self._serials = 0
         self.reads: dict[Digest, Stretches] = {}
-        """For each trained shared value, or its delta, the samples it was really trained on."""
+        """For each trained shared value, or its delta, the samples on which it was actually
+        trained."""
         self.moves: dict[Digest, Mapping[Tag, int]] = {}
         """The tags that each delta brings."""
         self.makers: dict[Digest, Maker] = {}
@@ -119,13 +120,13 @@ class Values:
         self.tags: set[Tag] = set()
         """All tags that there ever were."""
         self.lost: set[Tag] = set()
-        """Tags that their writers count as lost; some of them were delivered before."""
+        """Tags that their writers count as lost. Some of these tags were delivered before."""
         self.dropped: set[Tag] = set()
         """Tags of remainders that were dropped."""
         self._contents: dict[Digest, Counter[Tag]] = {}
 
     def digest_of(self, value: Value) -> Digest:
-        """The value's name; equal values have equal names."""
+        """The value's name. Equal values have equal names."""
         digest = self._digests.get(value)
         if digest is None:
             digest = f"{type(value).__name__.lower()}-{len(self._values)}"
@@ -151,7 +152,7 @@ class Values:
         return {tag for tag in self.tags if tag.writer == writer}
 
     def encoded(self, unit: Unit, base: Digest, maker: PeerId, over: Mapping[Tag, int]) -> Digest:
-        """A new delta, which brings some of the tags that a value has beyond an agreed one."""
+        """A new delta, which brings some of the tags that a value has beyond an agreed value."""
         self._serials += 1
         random = Random(self._serials)
         digest = f"delta-{self._serials}"
@@ -161,7 +162,7 @@ class Values:
         return digest
 
     def moved(self, unit: Unit, base: Digest, delta: Digest) -> Digest:
-        """The value that a delta makes from an agreed one."""
+        """The value that a delta makes from an agreed value."""
         return self.digest_of(Moved(unit, base, delta))
 
     def contents(self, digest: Digest) -> Counter[Tag]:

@@ -1,7 +1,7 @@
-"""Checks a manifest from another peer: may it belong to the chain [H1] (merge manifests)? Pure.
+"""Checks whether a manifest from another peer may belong to the chain [H1] (merge manifests). Pure.
 
-A proposed manifest comes with its evidence, and is recomputed from the evidence. A decided manifest
-comes without evidence, since a quorum has judged it. So only its consistency with its parent is
+A proposed manifest is recomputed from the evidence that comes with it. A decided manifest has no
+evidence, since a quorum has checked that already. So only its consistency with its parent is
 checked here.
 """
 
@@ -41,7 +41,7 @@ def members_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str |
 
     A member's silent rounds go up by one or back to 0. Its capacity and room change only if it was
     heard. A member is removed only if it was silent for too long, or has signed a wish to leave.
-    The number of joiners is limited, and nobody votes without having earned the vote.
+    The number of joiners is limited, and only members that earned a vote may have one.
     """
     gone = parent.members.keys() - manifest.members.keys()
     unsigned = sorted(set(wishes_of(manifest, parent, rules)) - manifest.wishes.keys())
@@ -68,7 +68,7 @@ def members_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str |
 def _possible(manifest: Manifest, parent: Manifest, rules: Rules) -> Iterator[Membership]:
     """The memberships that could follow from the manifest's own claims.
 
-    Either the members that it lacks were removed, or all would have been: then all stay listed.
+    Either the missing members were removed; or all would have been removed, and so all stay listed.
     """
     heard = {peer for peer, member in manifest.members.items() if member.silent == 0}
     for leaving in (wishes_of(manifest, parent, rules), tuple(parent.members)):
@@ -102,7 +102,7 @@ def wishes_of(manifest: Manifest, parent: Manifest, rules: Rules) -> tuple[PeerI
 
 
 def _without_pace(members: Mapping[PeerId, Member]) -> dict[PeerId, Member]:
-    """The members without their pace, which `pace_problem` judges: contributors report it."""
+    """The members without their pace, which contributors report and `pace_problem` checks."""
     return {peer: replace(member, tokens_per_s=0.0) for peer, member in members.items()}
 
 
@@ -138,9 +138,9 @@ def successor_problem(
 def proposal_problem(
     manifest: Manifest, evidence: Evidence | None, parent: Manifest, rules: Rules, *, due: bool
 ) -> str | None:
-    """Why nobody may vote for a manifest; None when it follows from its evidence [A6].
+    """Why a manifest must get no vote; None when it follows from its evidence [A6].
 
-    A merge needs no evidence; `due`: whether one is due after the parent (merge schedule).
+    A merge needs no evidence. `due`: whether a merge is due after the parent (merge schedule).
     """
     problem = _placement_problem(manifest, parent, rules, due=due)
     if problem:
@@ -155,7 +155,7 @@ def proposal_problem(
 def _placement_problem(
     manifest: Manifest, parent: Manifest, rules: Rules, *, due: bool
 ) -> str | None:
-    """Why this cannot be the next manifest of its parent's generation, whatever its contents."""
+    """Why place or kind of a manifest cannot follow its parent in the same generation."""
     if manifest.parent != parent.digest:
         return f"its parent is {str(manifest.parent)[:12]}, not {parent.digest[:12]}"
     if manifest.run != rules.run or manifest.founding != parent.founding:
@@ -171,10 +171,10 @@ def _placement_problem(
 
 
 def _merge_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
-    """What a merge has that no merge may have, or None (merge manifests).
+    """Why a manifest cannot be a merge of its parent, or None (merge manifests).
 
-    The digests of experts are never judged. Otherwise one peer whose arithmetic gives other bits
-    would block the swarm for ever.
+    The digests of experts are not checked. Otherwise one peer whose computation gives other bits
+    could block the swarm for ever.
     """
     if manifest.entries.keys() != parent.entries.keys():
         return "its units are not its parent's"
@@ -210,7 +210,7 @@ def _round_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | 
 
 
 def _work_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
-    """Why a manifest's tokens of contributors, or the counts that follow from them, are wrong.
+    """Why the contributors' tokens in a manifest, or the counts that follow from them, are wrong.
 
     Policies: claimed work, step count.
     """
@@ -319,7 +319,7 @@ def _with_room(manifest: Manifest) -> set[PeerId]:
 
 
 def reform_problem(manifest: Manifest, rules: Rules) -> str | None:
-    """Why a manifest cannot be a reform. Nobody but its author vouches for a reform."""
+    """Why a manifest cannot be a reform, for which only its author vouches."""
     if manifest.run != rules.run:
         return "it belongs to another run"
     height, (electors, generation) = manifest.lineage[-1] if manifest.lineage else (-1, (0, ""))
@@ -339,7 +339,7 @@ def reform_problem(manifest: Manifest, rules: Rules) -> str | None:
 
 
 def _reform_of_tip_problem(manifest: Manifest, tip: Manifest, rules: Rules) -> str | None:
-    """Why a reform does not follow from this peer's tip; one of another tip is not judged."""
+    """Why a reform of this peer's tip does not follow from it; other reforms are not checked."""
     if manifest.parent != tip.digest:
         return None
     if book_of(manifest) != deals.book_of_reform(tip, manifest.members, rules):
@@ -348,14 +348,14 @@ def _reform_of_tip_problem(manifest: Manifest, tip: Manifest, rules: Rules) -> s
 
 
 def _trust(member: Member | None) -> tuple[bool, int, int, int]:
-    """What anchors have said of a member; the default for any other peer."""
+    """The rights that anchors gave a member; the defaults for any other peer."""
     if member is None:
         return False, 0, 0, 1
     return member.vouched, member.invites, member.given, member.weight
 
 
 def _survivors_problem(manifest: Manifest, tip: Manifest) -> str | None:
-    """Why a reform gives votes, or counts rounds, that its parent did not; or None."""
+    """Why a reform has votes or counted rounds that its parent did not have; or None."""
     if manifest.invitations != tip.invitations:
         return "its invitations are not its parent's"
     if manifest.absent != absent_after(tip, manifest.members, tip.round):
@@ -374,7 +374,7 @@ def _survivors_problem(manifest: Manifest, tip: Manifest) -> str | None:
 def commit_problem(commit: Commit, tip: Manifest, rules: Rules) -> str | None:
     """Why a COMMIT's manifest contradicts its claims; None if it does not.
 
-    Whether it was decided is another question, see `swarm.protocol.chain.trust`.
+    `swarm.protocol.chain.trust` checks whether the manifest was decided.
     """
     manifest, parent = commit.manifest, commit.parent
     if manifest.founding != tip.founding or manifest.run != rules.run:

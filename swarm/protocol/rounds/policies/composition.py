@@ -28,7 +28,8 @@ from swarm.protocol.values.invitation import Credential
 from swarm.protocol.values.schedule import merged_until
 
 NO_WISH: manifest.Wish = ""
-"""Stands for a missing wish: a manifest that lacks a leaver's wish never follows from evidence."""
+"""Stands for a missing wish. A manifest that lacks the wish of a leaver follows from no
+evidence."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Attendance:
 
     heard: Collection[manifest.PeerId]
     leaving: Mapping[manifest.PeerId, manifest.Wish]
-    """Members that leave, with the wish that each has signed."""
+    """Members that leave, each with its signed wish."""
     joiners: Mapping[manifest.PeerId, float]
     """Capacity of each stranger that asked to join."""
     capacities: Mapping[manifest.PeerId, float] = field(default_factory=dict)
@@ -184,7 +185,7 @@ def compose_merge(
     sources: Mapping[manifest.Unit, manifest.PeerId],
     rules: Rules,
 ) -> manifest.Manifest:
-    """The merge manifest of a due tip: nothing but the experts' values changes (merge manifests).
+    """The merge manifest of a due tip, which changes only the experts' values (merge manifests).
 
     `merged` has the new value of every expert, `sources` a peer that holds it.
     """
@@ -282,7 +283,7 @@ def _survivor(
 
 
 def new_generation(tip: manifest.Manifest, reformer: manifest.PeerId, nonce: int) -> str:
-    """A generation's id [F3]. It is unique, and drawn: two reformers could count up to the same."""
+    """A generation's id [F3]; random, since two reformers could choose the same number."""
     return digest_of(f"{tip.digest}/{reformer}/{nonce:032x}".encode())[:32]
 
 

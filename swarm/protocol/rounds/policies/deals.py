@@ -15,15 +15,15 @@ from swarm.protocol.values.manifest import Founding, Manifest, Member, PeerId
 from swarm.protocol.values.work import Book, book_of, next_book, num_samples
 
 UNKNOWN_PACE = 16
-"""A peer of unknown pace is dealt this many times `local_steps`, so that the fastest of very
-unequal peers does not idle in its first round."""
+"""A peer of unknown pace is dealt this many times `local_steps`, so that a very fast peer does not
+idle in its first round."""
 FASTEST = 64
-"""Nobody is dealt more than this many times the work of the lower median voter. With two voters
-left, the upper median would be the faster one itself."""
+"""No member is dealt more than this many times the work of the lower median voter. Of two voters,
+the upper median is the faster one itself, and so no limit."""
 MAX_TOKENS_PER_S = 1e12
-"""A higher pace is cut to this, so that quotas stay finite, whatever an offer says."""
+"""The largest pace; it keeps quotas finite, whatever an offer says."""
 MAX_QUOTA = 2**40
-"""The most samples that a peer is dealt for one round."""
+"""The largest number of samples that a peer is dealt for one round."""
 
 
 def quotas(
@@ -32,13 +32,13 @@ def quotas(
     """Samples that each member may read in the round after a manifest, in whole steps (deal sizes).
 
     In the exact mode, a member gets the samples of the steps that every peer takes. With
-    `round.seconds`, it gets 1.25 times the samples that fit the time at its pace, but at most 4
-    times those of the median voter. An anchor may have vouched for the member with weight w. Then
-    the limit is 1.25 w times those of the median voter, if 1.25 w is more than 4.
+    `round.seconds`, a member gets 1.25 times the samples that fit the time at its pace, but at most
+    4 times those of the median voter. For a member that is vouched for with weight w, the limit is
+    the larger of 4 and 1.25 w times those of the median voter.
 
     A member without a pace gets 16 times the samples of the exact mode, within the same limit.
-    While no voter has a pace, all members together get at most half a lap. So the first round of a
-    small text does not deal it several times over.
+    While no voter has a pace, all members together get at most half a lap. So the first round does
+    not deal a small text several times.
 
     Args:
         members: members of the manifest, with their pace.
@@ -68,7 +68,7 @@ def quotas(
 def _median_pace(members: Mapping[PeerId, Member]) -> float:
     """The pace of the median voter (of two medians, the upper); 0 if no voter has a pace.
 
-    A voter that is vouched for with weight w counts with a w-th of its pace.
+    A voter that is vouched for with weight w counts with 1/w of its pace.
     """
     voters = (member for member in members.values() if member.votes and member.tokens_per_s)
     known = sorted(voter.tokens_per_s / voter.weight for voter in voters)
@@ -78,7 +78,7 @@ def _median_pace(members: Mapping[PeerId, Member]) -> float:
 
 
 def _fitting(samples: float, per_step: int) -> int:
-    """Whole steps for so many samples, at least one."""
+    """Whole steps for a number of samples, at least one step."""
     return max(1, ceil(min(samples, MAX_QUOTA) / per_step)) * per_step
 
 
@@ -108,7 +108,7 @@ def book_after(
 
 
 def book_of_reform(tip: Manifest, members: Mapping[PeerId, Member], rules: Rules) -> Book:
-    """The book of a reform: its members continue with the text that they were dealt."""
+    """The book of a reform: its members keep the samples that they were dealt."""
     if not rules.is_dealt:
         return Book()
     wanted = _wanted(members, tip.tokens, tip.founding, rules)
@@ -131,7 +131,7 @@ def most_samples(peer: PeerId, parent: Manifest, rules: Rules) -> int:
     """Samples that a peer may count in the round after a manifest (counted work).
 
     These are the samples of its deal. A peer with a private corpus may count as many as it would be
-    dealt of a common text.
+    dealt from a common text.
     """
     if rules.is_dealt:
         return num_samples(parent.dealt.get(peer, ()))
@@ -149,7 +149,7 @@ def work_of(offers: Mapping[PeerId, Offer]) -> dict[PeerId, int]:
 def with_pace(
     members: Mapping[PeerId, Member], offers: Mapping[PeerId, Offer], rules: Rules
 ) -> dict[PeerId, Member]:
-    """The members with the pace that their offers show, to four digits: manifests stay small.
+    """The members with the pace of their offers, rounded to four digits to keep manifests small.
 
     Policy: counted work.
     """
@@ -163,13 +163,13 @@ def with_pace(
 
 
 def tokens_problem(tokens: int, peer: PeerId, parent: Manifest, rules: Rules) -> str | None:
-    """Why a contributor cannot have trained so many tokens on this manifest; or None.
+    """Why a contributor cannot have trained `tokens` on this manifest. None if it can.
 
     Policy: counted work.
 
-    Tokens must be whole steps, and no more than the peer may read. In the exact mode, they are the
-    steps that every peer takes. Where rounds overlap, some steps are older than the tip, so their
-    number and their batches may differ.
+    Tokens must be whole steps, and no more than the peer may read. In the exact mode, they must be
+    exactly the steps of a round. Where rounds overlap, this is not required: some steps are older
+    than the tip, so their number and batches may differ.
     """
     batch = rules.sequence_length if rules.overlaps else rules.batch_tokens_at(parent.tokens)
     if tokens <= 0 or tokens % batch:
@@ -186,7 +186,7 @@ def tokens_problem(tokens: int, peer: PeerId, parent: Manifest, rules: Rules) ->
 def pace_problem(
     members: Mapping[PeerId, Member], parent: Manifest, changed: Iterable[PeerId]
 ) -> str | None:
-    """Why the pace of a member outside `changed` differs from the parent's; None if none does."""
+    """The problem that a member outside `changed` has another pace than in the parent; or None."""
     free = set(changed)
     for peer, member in members.items():
         before = parent.members.get(peer)

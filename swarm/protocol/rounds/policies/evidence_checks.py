@@ -1,12 +1,13 @@
 """Checks whether a round's manifest follows from signed statements [A6]. Pure.
 
-A convener names the contributions, the peers that join or leave, and the reducers' results. For all
-of this it shows signed declarations and results. Every acceptor recomputes the manifest from them.
-The offers follow from the declarations and the manifest's `sources` and `work`, so none is fetched.
-The roster follows from the offers. The manifest follows by the same `compose_round` as the
-convener's.
+A convener names the contributions, the peers that join or leave, and the reducers' results. It
+shows signed declarations and results for all of these. Every acceptor recomputes the manifest from
+them. The offers follow from the declarations and the manifest's `sources` and `work`, so acceptors
+fetch no offer. The roster follows from the offers, and the manifest from the roster, by the
+`compose_round` that the convener used.
 
-Two things stay the convener's word: which peers it did not hear, and whose offers it left out.
+Two claims of the convener remain unproved: which peers it did not hear, and whose offers it left
+out.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ def evidence_problem(
 ) -> str | None:
     """Why a manifest does not follow from its evidence; None when it does.
 
-    With 256 peers, this takes longer than an event loop may be blocked. The shell therefore calls
-    this in another thread before it passes a proposal on. The answer for the same objects is
-    cached.
+    With 256 peers, the check would block an event loop for too long. So the shell runs it in
+    another thread before it passes a proposal on, and the answer is cached by the objects'
+    identity.
 
-    Invalid signatures have been dropped from the evidence before.
+    The caller has dropped invalid signatures from the evidence.
     """
     return _judged(_Case(manifest, evidence, tip, rules))
 
@@ -93,7 +94,7 @@ def _sources_problem(
 
 
 def unit_in(unit: Unit, *manifests: Manifest) -> bool:
-    """Whether all of these manifests have a value of the unit."""
+    """Whether each of these manifests has a value of the unit."""
     return all(unit in manifest.entries for manifest in manifests)
 
 
@@ -119,7 +120,7 @@ def offers_shown(
 
 
 def valid_results(report: Report, plan: Plan, rules: Rules) -> dict[Unit, ReducedUnit]:
-    """Those results of a report that its reducer was asked for."""
+    """The results in a report for which its reducer was asked."""
     return {
         unit: result
         for unit, result in report.results.items()
@@ -137,7 +138,7 @@ def result_problem(unit: Unit, result: ReducedUnit, rules: Rules) -> str | None:
 
 
 def newest_results(reports: Sequence[Report], plan: Plan, rules: Rules) -> tuple[Report, ...]:
-    """The reports of a reducer, newest first, that have results which newer reports lack."""
+    """The reports of a reducer, newest first, without those whose results newer reports have."""
     kept: list[Report] = []
     covered: set[Unit] = set()
     for report in reports:
@@ -149,7 +150,7 @@ def newest_results(reports: Sequence[Report], plan: Plan, rules: Rules) -> tuple
 
 
 def results_of(reports: Sequence[Report], plan: Plan, rules: Rules) -> dict[Unit, ReducedUnit]:
-    """The results of the reducers; for a unit with several, the first that is shown."""
+    """The results of the reducers; of several for one unit, the first one shown."""
     results: dict[Unit, ReducedUnit] = {}
     for report in reports:
         results = {**valid_results(report, plan, rules), **results}
@@ -158,12 +159,12 @@ def results_of(reports: Sequence[Report], plan: Plan, rules: Rules) -> dict[Unit
 
 @dataclass(frozen=True)
 class Brought:
-    """Signed papers in the manifest itself, which its evidence need not repeat."""
+    """Signed statements in the manifest itself, which the evidence does not repeat."""
 
     wishes: Mapping[PeerId, Wish]
     """Signed wishes of the members that leave."""
     credentials: Mapping[PeerId, Credential]
-    """Credentials of peers that anchors vouch for; both signatures are valid."""
+    """Credentials of peers for which anchors vouch; both signatures are valid."""
 
 
 def compose_from(
@@ -195,7 +196,7 @@ def attendance_of(evidence: Evidence, brought: Brought, tip: Manifest) -> Attend
 
 
 def _difference(manifest: Manifest, expected: Manifest) -> str:
-    """Where a manifest differs from what follows from its evidence."""
+    """Where a manifest differs from the manifest that follows from its evidence."""
     different = [
         each.name
         for each in fields(Manifest)

@@ -1,16 +1,15 @@
 """When a convener stops waiting for offers (roster deadline). Pure.
 
-No local step may be thrown away without a reason. So the convener waits for every live peer as long
-as the peer itself said that it needs. The durations of earlier rounds do not count: a long wait
-would allow a longer one in the next round. A peer that convenes for the first time, or restarts,
-knows no earlier round.
+No local step may be lost without a reason. So the convener waits for every live peer as long as
+that peer's own estimate. It does not use the durations of earlier rounds, since each long wait
+would allow a longer one in the next round. A peer that convenes for the first time, or after a
+restart, knows no earlier round.
 
-Once a quorum has offered, a peer is waited for only as long as the wait pays. Each second of
-waiting costs one second of every voter that has offered. Leaving a late peer out costs the time
-that it has spent on its shared tensors in this round, and on fetching the tip before that. A wait
-may pay for several late voters together though for none alone: they all use the same seconds.
-Where rounds overlap, a second of waiting costs nothing as long as those voters take their next
-steps meanwhile (stall deadline).
+Once a quorum has offered, the convener waits for a peer only as long as the wait pays. Each second
+of waiting costs one second of every voter that has offered. Leaving a late peer out costs the time
+that it has spent on its steps in this round, and on fetching the tip. A wait may pay for several
+late voters together, though for none alone, since all use the same seconds. Where rounds overlap,
+waiting costs nothing while the voters that have offered take their next steps (stall deadline).
 """
 
 from __future__ import annotations
@@ -22,30 +21,32 @@ from swarm.protocol.timing.deadlines import Timers
 from swarm.protocol.values.manifest import PeerId
 
 DONE, DONE_AGAIN = 8, 32
-"""A peer that should be done by its word, but has not offered, writes its offer or hangs. It may
-exceed the announced time by an eighth, or by a 32nd if the last wait for it brought nothing."""
+"""A peer whose announced time is over, but which has not offered, writes its offer or hangs. It may
+exceed the announced time by an eighth, or by a 32nd if the last wait for it was useless."""
 NEW_SHARE = 4
 """Once a quorum has offered, voters wait for a new trainee for at most a quarter of the time that
-the fastest voter has worked: any newcomer may claim to be ready soon. A slower machine's experts
-still count, like those of all late offers (late offers)."""
+the fastest voter has worked, since any newcomer may claim to be ready soon. The experts of a slower
+machine still count, as late offers do (late offers)."""
 PATIENT_EVERY = 8
-"""One round in so many is *patient*: it waits for new trainees as for voters. There a slow machine
-is counted for the first time. After that it is waited for as long as rounds keep counting it."""
+"""One round in `PATIENT_EVERY` is *patient*: it waits for new trainees like voters. Such a round
+can count a slow machine for the first time. Later rounds then wait for the machine as long as
+rounds keep counting it."""
 BEHIND = 2
-"""In patient rounds, and in all rounds of a lone voter, members that still fetch the tip are waited
-for: at most this many times the time that the fastest voter has worked. A lone voter needs nobody,
-and its rounds may be shorter than the time that others need to fetch its values. Without this wait
-the others would never reach its tip."""
+"""Patient rounds, and all rounds of a lone voter, wait for members that still fetch the tip, for at
+most this many times the time that the fastest voter has worked. The rounds of a lone voter may be
+shorter than the time in which others fetch its values. Without this wait the others would never
+reach its tip."""
 UNEQUAL = 16
-"""Without a quorum of offers, a peer that needs this many times the fastest's time is given up."""
+"""Without a quorum of offers, the roster gives up a peer that needs this many times the fastest
+peer's time."""
 
 
 @dataclass(frozen=True)
 class Word:
-    """A member's word on when its local steps will end."""
+    """A member's estimate (its word) of when its local steps will end."""
 
     total_s: float
-    """From the tip to the end of its steps."""
+    """Time from the tip to the end of the member's steps."""
     overdue_s: float
     """Time since its steps should have ended; negative before."""
 
@@ -58,36 +59,36 @@ class Absent:
     silent_s: float
     """Time since its last READY, or since it was first asked; 0 for the convener itself."""
     remaining_s: float | None
-    """Time to the end of its local steps, by its last word; None: it gave none."""
+    """Time to the end of its local steps, by its last estimate; None: it gave none."""
     worked_s: float
     """How long it has worked on the tip."""
     word: Word | None = None
-    """None: it gave no word."""
+    """None: it gave no estimate."""
     contributed: bool = True
-    """Whether it contributed to the tip, or nobody did. Otherwise the last wait for it brought
-    nothing."""
+    """Whether it contributed to the tip, or nobody did. If not, the last wait for it was
+    useless."""
     is_gone: bool = False
-    """Whether its machine refused the last message to it."""
+    """Whether its machine refused the last message."""
     is_new: bool = False
     """Whether it is a trainee that the tip did not count, in a round that is not patient."""
     votes: bool = True
     is_behind: bool = False
-    """Whether it lives but still fetches the tip, in a round that waits for that."""
+    """Whether it lives but still fetches the tip, in a round that waits for such peers."""
     fetched_s: float = 0.0
-    """How long it fetched the tip before it could work. This time counts as lost with its work, or
-    a peer that fetches for as long as a round lasts would never be counted."""
+    """How long it fetched the tip before its steps. This time counts as lost together with its
+    work. Otherwise a peer whose fetch takes as long as a round would never be counted."""
 
     @property
     def invested_s(self) -> float:
-        """Seconds that are lost if it is left out."""
+        """Seconds of work and fetching that are lost if it is left out."""
         return self.worked_s + self.fetched_s
 
 
 class Absentees(Collection[Absent]):
-    """Members that have not offered. Each is looked at once, and only when it is needed.
+    """Members that have not offered. The state of each is computed once, and only when needed.
 
-    A single member to wait for keeps the roster open. So at each READY, the convener of 256 members
-    looks at one or two of them.
+    One member to wait for is enough to keep the roster open. So at each READY, the convener of 256
+    members computes the state of only one or two.
     """
 
     def __init__(self, peers: Collection[PeerId], look: Callable[[PeerId], Absent]) -> None:
@@ -105,7 +106,7 @@ class Absentees(Collection[Absent]):
         return absent in tuple(self)
 
     def of(self, peer: PeerId) -> Absent:
-        """What is known of one of these members."""
+        """The state of one of these members."""
         if peer not in self._seen:
             self._seen[peer] = self._look(peer)
         return self._seen[peer]
@@ -118,11 +119,11 @@ class OpenRoster:
     age_s: float
     """Age of the campaign."""
     waited_s: float | None
-    """Time since a quorum had offered; None: none has."""
+    """Time since a quorum of voters had offered; None if no quorum has offered."""
     num_offers: int
-    """Offers of voters with shared tensors, without those of peers that were left out. Only these
-    voters' seconds count as the cost of waiting. Otherwise anybody could have a slow voter left out
-    by means of many keys that offer at once."""
+    """Offers of voters with shared tensors, without those of peers that were left out. Only the
+    seconds of these voters count as the cost of waiting. Otherwise anybody with many keys that
+    offer at once could have a slow voter left out."""
     num_members: int
     quorum_answers: bool
     """Whether a quorum has answered, with an offer or without."""
@@ -132,8 +133,8 @@ class OpenRoster:
     num_of_trainees: int = 0
     """Offers of trainees with shared tensors, without those of peers that were left out."""
     spare_s: float = 0.0
-    """Where rounds overlap: the time until the first voter with an offer has no steps left, less
-    the time of the transfers. For so long waiting costs nothing (stall deadline)."""
+    """Where rounds overlap: the time until the first voter with an offer has no steps left, minus
+    the time of the transfers. Until then waiting costs nothing (stall deadline)."""
 
     @property
     def num_all(self) -> int:
@@ -142,12 +143,12 @@ class OpenRoster:
 
     @property
     def names(self) -> str:
-        """Names of the members that are waited for."""
+        """Names of the members for which the roster waits."""
         return ", ".join(absent.peer for absent in self.absent)
 
 
 def why_close(roster: OpenRoster, timers: Timers) -> str | None:
-    """Why no more offers are waited for, with the numbers; None while they are."""
+    """Why the roster waits for no more offers, with the numbers; None while it waits."""
     if not roster.num_all:
         return None
     why = _why(roster, timers)
@@ -155,7 +156,7 @@ def why_close(roster: OpenRoster, timers: Timers) -> str | None:
 
 
 def keeps_word(roster: OpenRoster, timers: Timers) -> bool:
-    """Whether there is a member to wait for, which justifies the age of the campaign.
+    """Whether there is a member to wait for, so that the campaign may grow older.
 
     Policy: campaign end.
     """
@@ -174,7 +175,7 @@ def _why(roster: OpenRoster, timers: Timers) -> str | None:
 
 
 def _why_not(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
-    """Why a member is not waited for; None while it is."""
+    """Why the roster does not wait for a member; None while it does."""
     if absent.is_new and (why := _why_no_longer(roster, timers)):
         return why
     if roster.waited_s is None:
@@ -189,9 +190,9 @@ def _why_not(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
 
 
 def _pays_together(roster: OpenRoster, timers: Timers) -> bool:
-    """Whether waiting pays for several late voters together, starting with the soonest.
+    """Whether waiting pays for several late voters together, the soonest first.
 
-    A trainee counts only by itself. Otherwise many late keys together could hold up a few voters.
+    A trainee is judged by itself. Otherwise many late keys together could delay a few voters.
     """
     if roster.waited_s is None:
         return False
@@ -213,12 +214,12 @@ def _is_only_late(absent: Absent, roster: OpenRoster, timers: Timers) -> bool:
 
 
 def _why_unheard(absent: Absent, timers: Timers) -> str | None:
-    """Why nothing more is expected of a member once a quorum has offered; None while it is."""
+    """Why no offer is expected of a member once a quorum has offered; None while one is."""
     return _why_silent(absent, timers.grace_s if absent.is_gone else timers.silence_s)
 
 
 def _why_no_longer(roster: OpenRoster, timers: Timers) -> str | None:
-    """Why no new trainee is waited for any more, whatever it says."""
+    """Why the roster no longer waits for new trainees, whatever they announce."""
     if roster.waited_s is None:
         return "is new, and the voters have given up waiting for a quorum"
     limit_s = max(timers.silence_s, roster.fastest_s / NEW_SHARE)
@@ -228,9 +229,9 @@ def _why_no_longer(roster: OpenRoster, timers: Timers) -> str | None:
 
 
 def _why_left_behind(roster: OpenRoster) -> str | None:
-    """Why members that still fetch the tip are left behind; None while they are waited for.
+    """Why the roster does not wait for members that still fetch the tip; None while it does.
 
-    They lose all rounds until the next patient one; waiting may cost half of that.
+    Without the wait, such members miss all rounds until the next patient round.
     """
     assert roster.waited_s is not None
     num_behind = sum(absent.is_behind for absent in roster.absent)
@@ -242,7 +243,7 @@ def _why_left_behind(roster: OpenRoster) -> str | None:
 
 
 def is_patient(round_number: int) -> bool:
-    """Whether this round waits for new trainees as for voters, and for peers that fetch.
+    """Whether this round waits for new trainees like voters, and for peers that fetch.
 
     Policy: roster deadline.
     """
@@ -257,7 +258,7 @@ def _why_silent(absent: Absent, limit_s: float) -> str | None:
 
 
 def _why_late(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
-    """Why a wait costs more than it is worth; overdue time counts, or no wait would end."""
+    """Why a wait costs more than it is worth; overdue time counts, so that each wait ends."""
     if absent.remaining_s is None or absent.remaining_s <= timers.grace_s:
         return None
     if _wait_s(absent, roster) * roster.num_offers <= absent.invested_s:
@@ -272,7 +273,7 @@ def _why_late(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
 
 
 def _wait_s(absent: Absent, roster: OpenRoster) -> float:
-    """How long others wait for a member that has said how long it needs (stall deadline)."""
+    """How long others wait for a member that has given an estimate (stall deadline)."""
     return max(0.0, (absent.remaining_s or 0.0) + _overdue_s(absent) - roster.spare_s)
 
 
@@ -281,7 +282,7 @@ def _overdue_s(absent: Absent) -> float:
 
 
 def _why_overdue(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
-    """How a member broke its word; without a word, it should be as fast as a quorum."""
+    """How a member exceeded its estimate. Without an estimate, it should be as fast as a quorum."""
     assert roster.waited_s is not None
     waited_s = roster.waited_s
     word = absent.word or Word(max(0.0, absent.worked_s - waited_s), waited_s)
@@ -296,7 +297,7 @@ def _why_overdue(absent: Absent, roster: OpenRoster, timers: Timers) -> str | No
 
 
 def _slack_s(absent: Absent, word: Word, roster: OpenRoster, timers: Timers) -> float:
-    """By how much a member may exceed its word while a quorum waits."""
+    """By how much a member may exceed its estimate while a quorum waits."""
     floor_s = timers.roster_s
     if absent.word is None:
         floor_s = timers.roster_late_s if absent.contributed else floor_s
@@ -308,7 +309,7 @@ def _slack_s(absent: Absent, word: Word, roster: OpenRoster, timers: Timers) -> 
 
 
 def _why_hopeless(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
-    """Why a member is not waited for while no quorum has offered; None while it is."""
+    """Why the roster does not wait for a member while no quorum has offered; None while it does."""
     word = absent.word
     if word is None:
         if roster.age_s < timers.wordless_s:

@@ -1,4 +1,4 @@
-"""Which offers count, what is averaged from them, and who averages it [S3]. Pure.
+"""Which offers count, which values are averaged, and which peers average them [S3]. Pure.
 
 Policies: roster deadline, shared progress, mean weights.
 """
@@ -18,40 +18,40 @@ from swarm.protocol.values.manifest import Digest, Manifest, PeerId, Unit
 
 NO_UPLINKS: Uplinks = {}
 MOST_SHARES = 2
-"""Nobody averages more than this many times its share of the bytes, whatever uplink it claims. This
-bounds how much of the averaging a false claim brings to a peer; a like rule holds for capacities
-(balanced uploads, ownership cap)."""
+"""No peer averages more than this many times its share of the bytes, whatever uplink it claims.
+This limits the effect of a false claim; a similar rule holds for capacities (balanced uploads,
+ownership cap)."""
 _FULL = 1e30
-"""More than any burden, in seconds or bytes."""
+"""More than any load, in seconds or bytes."""
 Sources = Mapping[Unit, tuple[tuple[PeerId, Digest], ...]]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A closed roster and all that follows from it."""
+    """A closed roster, and its consequences."""
 
     roster_id: Digest
-    """Digest of the tip, the offers and the possible reducers: the rest follows from these."""
+    """Digest of the tip, the offers and the possible reducers. All else follows from these."""
     offers: Mapping[PeerId, Offer]
     sources: Sources
     """For each unit in the roster, its offered values, in peer-id order (roster deadline)."""
     reducers: Mapping[Unit, PeerId]
     """The reducer of each unit with more than one source."""
     able: Uplinks
-    """The possible reducers: peers that others can dial, or all if nobody can be dialed."""
+    """The possible reducers: peers that others can dial, or all peers if none can be dialed."""
 
     @property
     def contributors(self) -> tuple[PeerId, ...]:
-        """Peers whose shared tensors are averaged; peers that were late bring experts only."""
+        """Peers whose shared tensors are averaged; late offers have experts only."""
         return tuple(peer for peer, offer in self.offers.items() if not offer.is_late)
 
 
 def offer_problem(offer: Offer, peer: PeerId, tip: Manifest, rules: Rules) -> str | None:
     """Why an offer may not enter the round after `tip`; None when it may.
 
-    Its steps must start from the tip. Each unit must be due and trained from its value in the
-    tip [S3] (shared progress). The offer must hold every shared part that is due, and no experts
-    but those that the peer owns. A late offer holds nothing but experts.
+    Its steps must start from the tip. Each unit must be due and trained from its value in the tip
+    [S3] (shared progress). The offer must have every shared part that is due, and only experts that
+    the peer owns. A late offer has only experts.
     """
     if offer.tip != tip.digest:
         return f"it starts from {offer.tip[:12]}, the tip is {tip.digest[:12]}"
@@ -111,7 +111,7 @@ def plan_roster(
     undialable: Collection[PeerId] = (),
     uplinks: Uplinks = NO_UPLINKS,
 ) -> Plan:
-    """Plans the round over exactly these valid offers; an undialable peer reduces only at need."""
+    """Plans the round with these valid offers; undialable peers reduce only if no other can."""
     ordered = {peer: offers[peer] for peer in sorted(offers)}
     sources = sources_of(ordered)
     willing = [peer for peer in ordered if peer not in undialable] or list(ordered)
@@ -143,19 +143,19 @@ def assign_reducers(
     Policies: balanced uploads, delta means.
 
     A reducer that is a source has its own value already. So a unit of b bytes with s sources costs
-    s - 1 transfers to its reducer and N - 1 from it. Over a round of S shared units and X experts
-    with R owners each, this is b x (2 S (N-1) + X (N+R-2)). Uploads are balanced in seconds. Each
-    unit, largest first, goes to the source that would be the first to have sent all that it has to
-    send so far, unless that source has MOST_SHARES already. A unit with one source is taken
-    verbatim, and counts as its peer's burden.
+    s - 1 transfers to its reducer and N - 1 from it. For S shared units and X experts with R owners
+    each, this is b x (2 S (N-1) + X (N+R-2)). Uploads are balanced in seconds. Each unit, largest
+    first, goes to the source that would finish its uploads so far the soonest, unless that source
+    has MOST_SHARES already. A unit with one source is taken verbatim, and counts as that source's
+    upload.
 
     Args:
         offers: the roster.
         reducers: peers of the roster that may reduce, in any order, and their uplinks. If none of
-            them offers a unit, one of the unit's sources averages it all the same.
+            these offers a unit, one of the unit's sources averages it.
         unit_bytes: bytes that each unit's next value costs a peer that receives it.
-        always: units that have a reducer even with a single source.
-        sources: `sources_of(offers)`, if it is known: for 256 peers it has 120,000 values.
+        always: units that have a reducer even if there is a single source.
+        sources: `sources_of(offers)`, if already computed: for 256 peers it has 120,000 values.
 
     Returns:
         Unit -> reducer, sorted by unit; units taken verbatim are not in it.
@@ -186,7 +186,7 @@ def assign_reducers(
 
 
 def _most_bytes(shared: Collection[tuple[int, Unit, list[PeerId]]], reducers: Uplinks) -> float:
-    """Bytes after which a reducer gets units last; infinite where all uplinks are equal."""
+    """Bytes from which on a reducer is chosen last; infinite if all uplinks are equal."""
     if len(set(reducers.values())) < 2:
         return inf
     total_bytes = -sum(negative_bytes for negative_bytes, _, _ in shared)
@@ -194,9 +194,9 @@ def _most_bytes(shared: Collection[tuple[int, Unit, list[PeerId]]], reducers: Up
 
 
 def _slowness(peers: Iterable[PeerId], uplinks: Uplinks) -> dict[PeerId, float]:
-    """Time that a byte takes from each peer, relative to a peer with the usual uplink.
+    """Upload time of a byte at each peer, relative to a peer with the usual uplink.
 
-    Where all uplinks are equal, or none is known, each time is 1, so that sums of bytes are exact.
+    If all uplinks are equal, or none is known, each time is 1, so that sums of bytes are exact.
     """
     usual = usual_uplink(mbit for mbit in uplinks.values() if mbit) or 1
     return {peer: usual / (uplinks.get(peer) or usual) for peer in peers}

@@ -21,17 +21,18 @@ from swarm.protocol.values.work import Book, Counts, next_book, reformed_book, t
 T = TypeVar("T")
 
 MARGIN = 1.25
-"""A peer is dealt this many times the work that it does in a round's time: it may get faster."""
+"""A peer is dealt this many times the work that it does in a round's time, since it may get
+faster."""
 GROWTH = 2
-"""In one round, the pace of a member at most doubles or halves, and so does its deal."""
+"""In one round, the pace of a member, and so its deal, at most doubles or halves."""
 MOST = 4
-"""A member is dealt at most this many times the work of the median voter in a round's time. A limit
-is needed because a member itself says how much it has worked, and more work allows its values to
-move further (update bounds)."""
+"""A member is dealt at most this many times the work of the median voter in a round's time. The
+limit is there because members report their own work, and more work allows their values to move
+further (update bounds)."""
 
 
 class Randomness(Protocol):
-    """The part of `random.Random` that the machine uses: whom to greet, a reform's nonce."""
+    """The part of `random.Random` that chooses peers to greet, and nonces of reforms."""
 
     def sample(self, population: Sequence[T], k: int) -> list[T]:
         """`k` different elements."""
@@ -54,9 +55,9 @@ class Rules:
     """Size of every unit's blob on the wire."""
     unit_codec: Mapping[Unit, str]
     experts_every: int
-    """Experts are due in every so many training rounds."""
+    """Period of an expert, in training rounds."""
     local_steps_at: Callable[[int], int]
-    """Steps that each peer takes after so many tokens of the run; see `step_after`."""
+    """Steps that each peer takes, by the run's tokens so far; see `step_after`."""
     batch_tokens_at: Callable[[int], int]
     """Tokens of each of these steps: whole samples."""
     sequence_length: int
@@ -64,10 +65,10 @@ class Rules:
     planned_peers: int = 1
     """Peers that the run is planned for."""
     round_seconds: float | None = None
-    """Time in which a peer takes as many local steps as fit; None: the exact mode, in which it
-    takes `local_steps_at`."""
+    """Time in which a peer takes as many local steps as fit; None: the exact mode, with
+    `local_steps_at`."""
     shared_every: int = 1
-    """Each part of the shared tensors is due in one of so many training rounds."""
+    """Period of each part of the shared tensors, in training rounds."""
     stagger: bool = False
     """Whether each round exchanges its slice of the units, see `Schedule`."""
     rounds: int | None = None
@@ -75,18 +76,18 @@ class Rules:
     overlaps: bool = False
     """Whether a peer begins its next local steps before the round ends (overlapped rounds)."""
     is_dealt: bool = False
-    """Whether there is one text that is dealt to the members."""
+    """Whether the members are dealt one common text."""
     silent_limit: int = 3
-    """K: cycles for which a member may be silent (member removal), and periods for which an expert
-    may stay without a new value (expert ownership)."""
+    """K: the number of cycles for which a member may be silent (member removal), and of periods for
+    which an expert may stay without a new value (expert ownership)."""
     owner_silent_limit: int = 1
-    """Silent cycles after which a member still keeps its experts; its vote lasts until K
-    (expert ownership)."""
+    """The number of silent cycles through which a member keeps its experts; it keeps its vote
+    through K (expert ownership)."""
     min_owned_share: float = 0.0
-    """Local steps pause if a smaller share of the experts has owners, unless peers that are present
-    have room for so many (ownership pause)."""
+    """Local steps pause if a smaller share of the experts has owners, unless the peers present have
+    room for this share (ownership pause)."""
     step_bound: StepBound | None = None
-    """Largest move of an element in a local step (update bounds); None: values are not judged."""
+    """Largest move of an element in a local step (update bounds); None: values are not checked."""
     is_open: bool = True
     """Whether strangers may join without an invitation [R8]."""
     certificates: bool = True
@@ -137,13 +138,13 @@ class Rules:
         return {peer: member.room for peer, member in members.items()}
 
     def guests(self, parent: Manifest, shown: Mapping[PeerId, Credential]) -> Guests:
-        """Who may join, and whom anchors vouch for, after a manifest [R8]."""
+        """Decides who may join after a manifest, and for whom anchors vouch [R8]."""
         return Guests.of(parent, shown, run=self.run, is_open=self.is_open)
 
     def with_voters(
         self, members: Members, contributors: Collection[PeerId], seed: str
     ) -> Electorate:
-        """The members after a round, each with its vote or without [R7]."""
+        """The members after a round, with or without a vote [R7]."""
         return with_voters(members, contributors, seed)
 
     def tokens_after(self, parent: Manifest, work: Mapping[PeerId, int]) -> int:
@@ -152,13 +153,13 @@ class Rules:
         return parent.tokens + (trained(work, parent.trusted) if is_timed else sum(work.values()))
 
     def pace_after(self, known: float, tokens: int, seconds: float) -> float:
-        """The pace of a member whose offer says that so many tokens took so many seconds.
+        """The pace of a member after an offer of `tokens` in `seconds`.
 
         Policy: counted work.
 
         With `round.seconds`, the claimed time counts as at least 1.25 / 2 of a round. So the next
-        deal, which is 1.25 times what fits, has at most twice these tokens. A known pace changes by
-        a factor of at most 2.
+        deal, of 1.25 times the samples that fit, has at most twice these tokens. A known pace
+        changes by a factor of at most 2.
         """
         if self.round_seconds is None:
             return tokens / seconds if seconds > 0 else known
@@ -176,28 +177,28 @@ class Rules:
         return weights(work, peers, parent.trusted)
 
     def step_after(self, parent: Manifest, tokens: int) -> int:
-        """Cumulative steps after a round that brings the run to so many tokens (step count).
+        """Cumulative steps after a round that raises the run's tokens to `tokens` (step count).
 
-        The exact mode counts the steps of every peer. With `round.seconds`, steps are counted in
-        tokens: a step is one batch of each peer that the run is planned for.
+        In the exact mode, the steps that every peer takes are added. With `round.seconds`, steps
+        are counted in tokens: a step is one batch of each peer for which the run is planned.
         """
         if self.round_seconds is None:
             return parent.step + self.local_steps_at(parent.tokens)
         return self.steps_of(tokens, parent)
 
     def steps_of(self, tokens: int, parent: Manifest) -> int:
-        """Steps of the run for so many tokens of all peers, where rounds last a given time."""
+        """Steps of the run for a number of tokens of all peers, if `round.seconds` is set."""
         return tokens // (self.batch_tokens_at(parent.tokens) * self.planned_peers)
 
     def is_verbatim(self, unit: Unit) -> bool:
-        """Whether a unit moves by its one writer's delta, so that the writer's value is agreed."""
+        """Whether a unit moves by its single owner's delta, so that the owner's value is agreed."""
         return (
             self.owners_per_expert == 1 and unit in self.unit_coding and unit in self.expert_units
         )
 
     @cached_property
     def averaged_deltas(self) -> frozenset[Unit]:
-        """Units that move by the mean of offered deltas, also if only one delta is offered."""
+        """Units that move by the mean of offered deltas, even if only one delta is offered."""
         return frozenset(unit for unit in self.unit_coding if not self.is_verbatim(unit))
 
     @cached_property
@@ -207,16 +208,16 @@ class Rules:
 
     @cached_property
     def moved_bytes(self) -> Mapping[Unit, int]:
-        """Bytes that the next value of each unit costs a peer that has the present one."""
+        """Bytes of the next value of each unit for a peer that has the present value."""
         return {**self.unit_bytes, **self.delta_bytes}
 
     def saves_state(self, tip: Manifest) -> bool:
         """Whether a peer's whole private state is durable before its offer on a tip [P6].
 
-        The private state has 12 bytes for each trained parameter. Writing it in each round of a
-        cycle would wear a disk out. Where deltas are coded, it is saved once a cycle, and in other
-        rounds only the offer is. Without codings a run continues with the same bits after any
-        crash, so each round saves all of it.
+        The private state has 12 bytes for each trained parameter, so writing it in each round of a
+        cycle would wear a disk out. With coded deltas it is saved once a cycle, and the other
+        rounds save only the offer. Without codings a run continues with the same bits after any
+        crash, so each round saves the whole state.
         """
         return not self.unit_coding or tip.round % self.schedule.cycle == 0
 
@@ -232,14 +233,14 @@ class Rules:
 
     @property
     def owner_silent_rounds(self) -> int:
-        """Silent rounds after which a member still keeps its experts (expert ownership)."""
+        """Silent rounds through which a member keeps its experts (expert ownership)."""
         return self.owner_silent_limit * self.schedule.cycle
 
     def may_be_renewed(self, tip: Manifest) -> Mapping[Unit, int]:
-        """Units that the next manifest may renew -> bytes for a peer that has the present one.
+        """Units that the next manifest may renew, with their bytes for a peer that has the tip.
 
-        Timeouts have to leave room for these bytes. If a round exchanges no slice, all units count.
-        A merge has no deltas.
+        Timeouts have to allow for these bytes. If a round exchanges no slice, all units count. A
+        merge has no deltas.
         """
         is_merge = merge_due(tip, self.merging)
         sizes = self.unit_bytes if is_merge else self.moved_bytes
@@ -255,6 +256,6 @@ class Rules:
 
     @cached_property
     def expert_units(self) -> Mapping[Unit, int]:
-        """Unit -> expert of every expert, sorted by unit."""
+        """The expert of each expert unit, sorted by unit."""
         numbered = ((unit, expert_of_unit(unit)) for unit in sorted(self.unit_bytes))
         return {unit: expert for unit, expert in numbered if expert is not None}

@@ -1,4 +1,4 @@
-"""Slow uplinks: who relays blobs for them, and which are too slow for a round. Pure.
+"""Slow uplinks: which peers relay blobs for them, and which are too slow for a round. Pure.
 
 Policy: slow-link exclusion.
 """
@@ -24,26 +24,26 @@ RELAYS = 4
 """Number of peers that get an expert from its writer; the others get it from these."""
 MOST_TIMES = 4
 """An uplink counts as at most this many times the relays' median, whatever its peer claims. This
-bounds how many blobs a false claim brings to a peer. A like limit holds for the units that a peer
-averages (balanced uploads)."""
+limits how many blobs a false claim brings to a peer. A similar limit holds for the units that a
+peer averages (balanced uploads)."""
 _WORD = 8
 _POINTS = 256**_WORD
 
 
 @dataclass(frozen=True)
 class Relays:
-    """Peers that may pass blobs on, each in proportion to its uplink.
+    """Peers that may relay blobs, each in proportion to its uplink.
 
     Attributes:
         peers: in order of their ids.
-        ends: for each peer, the sum of the weights up to its own.
+        ends: for each peer, the sum of all weights up to and including its own.
     """
 
     peers: tuple[PeerId, ...] = ()
     ends: tuple[float, ...] = ()
 
     def of(self, digest: Digest, writer: PeerId) -> tuple[PeerId, ...]:
-        """The relays of this blob, by lot: the same for all that know the same uplinks."""
+        """The relays of this blob, by a lot that is the same at all peers with equal `uplinks`."""
         if not self.peers:
             return ()
         drawn_by = turn(digest, writer)
@@ -54,7 +54,7 @@ class Relays:
         return tuple(peer for peer in dict.fromkeys(drawn) if peer != writer)
 
     def before(self, digest: Digest, writer: PeerId, me: PeerId) -> tuple[PeerId, ...]:
-        """Relays to ask before the writer: none if `me` is a relay; each peer begins at another."""
+        """Relays to ask before the writer, in an order that depends on `me`; a relay asks none."""
         relays = self.of(digest, writer)
         if not relays or me in relays:
             return ()
@@ -65,7 +65,7 @@ NONE = Relays()
 
 
 def in_turn(relays: Sequence[PeerId], me: PeerId) -> tuple[PeerId, ...]:
-    """Relays in the order in which `me` asks them: different peers begin at different relays."""
+    """Relays in the order in which `me` asks them; other peers begin with other relays."""
     start = sum(me.encode()) % max(1, len(relays))
     return (*relays[start:], *relays[:start])
 
@@ -129,24 +129,24 @@ def relays_of_proposal(manifest: Manifest, evidence: Evidence | None) -> Relays:
 
 UNEQUAL, LEAST_S = 3, 3.0
 """A peer is left out only if its link needs UNEQUAL times as long as the links that stay, and
-LEAST_S seconds more. An uplink that a peer measures while others send may be off by a factor of
-two."""
+LEAST_S seconds more. The factor is large since an uplink that is measured while others send may be
+wrong by a factor of two."""
 
 
 @dataclass(frozen=True)
 class Sender:
-    """A peer whose offer may enter a roster: the facts that are fixed while the roster is open."""
+    """A peer whose offer may enter a roster, with facts that are fixed while that is open."""
 
     peer: PeerId
     needs_s: float
-    """Seconds for all that it sends in the round. An unmeasured link counts as a usual one."""
+    """Seconds for all its uploads in the round. An unmeasured link counts as a usual one."""
     waits: bool
     """Whether it is a voter that has finished its steps. The seconds of other peers do not count.
-    Otherwise anybody could have a slow voter left out by means of many keys that offer at once."""
+    Otherwise anybody with many keys that offer at once could have a slow voter left out."""
     uplink_mbit: int = 0
     """0: not known. Such a peer is never left out."""
     averaged_s: float = 0.0
-    """The part of `needs_s` for values that others average. Reducers wait for these
+    """The part of `needs_s` for values that other peers average. Reducers wait for these values
     (roster repair)."""
     is_late: bool = False
     """Whether it has yet to offer."""
@@ -155,8 +155,9 @@ class Sender:
 def bytes_to_send(plan: Plan, rules: Rules) -> dict[PeerId, int]:
     """Bytes that each peer of a roster sends in its round.
 
-    An averaged value goes to its reducer, and the mean from there to all others. An expert with one
-    writer goes from the writer to all others, or to its relays (blob relays).
+    A value to be averaged goes to the reducer, and the mean from the reducer to all others. An
+    expert with one writer goes from the writer to all others, or to the expert's relays (blob
+    relays).
     """
     others = len(plan.offers) - 1
     is_relayed = relays_among(plan.reducers.values(), plan.able).peers
@@ -172,7 +173,7 @@ def bytes_to_send(plan: Plan, rules: Rules) -> dict[PeerId, int]:
 
 
 def least_to_send(peer: PeerId, tip: Manifest, others: int, rules: Rules) -> int:
-    """The fewest bytes that a peer without an offer would send: those of its own values.
+    """The fewest bytes that a peer without an offer would have to send: its own values.
 
     Args:
         peer: a member of the tip.
@@ -200,7 +201,7 @@ def averaged_bytes(plan: Plan, rules: Rules) -> dict[PeerId, int]:
 
 
 def seconds_to_send(sent: Mapping[PeerId, int], uplinks: Uplinks) -> dict[PeerId, float]:
-    """How long the round keeps each link of a roster busy; {} while no link was measured.
+    """How long the round keeps each link of a roster busy; {} if no link was measured.
 
     Args:
         sent: bytes that each peer of the roster sends.
@@ -215,14 +216,14 @@ def seconds_to_send(sent: Mapping[PeerId, int], uplinks: Uplinks) -> dict[PeerId
 class RosterLinks:
     """The links of a roster, in the order in which they are left out.
 
-    The order follows from the links' loads, so it is computed once. The worth of a peer's work is
-    not part of it, since that changes each second.
+    The order depends only on the links' loads, so it is computed once. The worth of a peer's work,
+    which changes each second, is not part of it.
 
     Attributes:
-        slowest_first: the senders; those with unmeasured links come last.
-        num_waiting: how many of them wait.
-        gaps: places in the order after which a link is so much faster that all links before it may
-            be too slow. Each is a number of senders, with the time that the next one needs.
+        slowest_first: the senders. Senders with unmeasured links come last.
+        num_waiting: number of senders that wait.
+        gaps: places in the order where the next link is so much faster that all links before may be
+            too slow. Each place is a number of senders, with the time that the next sender needs.
     """
 
     def __init__(self, senders: Iterable[Sender]) -> None:
@@ -240,11 +241,11 @@ class RosterLinks:
 
 
 class Loads:
-    """Loads of the links of a plan, computed once: for 256 peers that takes a tenth of a second.
+    """Loads of the links of a plan, computed once, since that takes 0.1 s for 256 peers.
 
     Attributes:
         plan: the plan of the roster.
-        waiting: the voters whose shared tensors are in it.
+        waiting: the voters whose shared tensors are in the plan.
     """
 
     def __init__(
@@ -290,7 +291,7 @@ class Loads:
         """The links of the plan and of `late`: peers without an offer, but with a known uplink."""
         if late not in self._lines:
             senders = [*self._senders, *map(self._late, late)]
-            self._lines = {late: RosterLinks(senders)}  # until others are late
+            self._lines = {late: RosterLinks(senders)}  # valid for these late peers
         return self._lines[late]
 
     def _late(self, peer: PeerId) -> Sender:
@@ -304,9 +305,9 @@ class Loads:
 
 
 def is_thinner(uplink_mbit: int, usual_mbit: int | None) -> bool:
-    """Whether a link is so much slower than a usual one that its peer may be left out.
+    """Whether a link is so much slower than the usual link that its peer may be left out.
 
-    For a peer without an offer, this quick check comes before all slow ones.
+    For a peer without an offer, this quick check is made before the slow checks.
     """
     return usual_mbit is not None and 0 < UNEQUAL * uplink_mbit < usual_mbit
 
@@ -314,15 +315,15 @@ def is_thinner(uplink_mbit: int, usual_mbit: int | None) -> bool:
 def too_thin(
     lines: RosterLinks, invested_s: Callable[[Sender], float], free_s: float, limit_s: float = inf
 ) -> dict[PeerId, str]:
-    """Peers to leave out of a roster, and why: those whose absence saves the most seconds.
+    """Peers to leave out of a roster, and why: those whose exclusion saves the most seconds.
 
     Args:
         lines: links of the peers with an offer.
         invested_s: gives the seconds of work that are lost if a peer is left out. It is called only
-            for peers that may be.
+            for peers that may be left out.
         free_s: seconds from now on in which no voter waits.
         limit_s: how long reducers may wait for a value. A peer that needs longer is left out,
-            whatever its work is worth: later the round would leave it out anyway.
+            whatever its work is worth, since the round would leave it out later.
     """
     num_waiting, lost_s = lines.num_waiting, 0.0
     won, out, whole_s, looked_at = 0.0, 0, 0.0, 0
@@ -341,9 +342,9 @@ def too_thin(
 
 
 def _is_thin(sender: Sender, usual_s: float, rest_s: float) -> bool:
-    """Whether a link needs so much longer than the next one that its peer may be left out.
+    """Whether a link needs so much longer than the next link that its peer may be left out.
 
-    `rest_s`: how long the round would last without it, `usual_s` or more.
+    `rest_s`: how long the round would last without the link, at least `usual_s`.
     """
     return sender.needs_s > max(rest_s + LEAST_S, UNEQUAL * usual_s)
 

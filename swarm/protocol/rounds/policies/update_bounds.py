@@ -1,4 +1,4 @@
-"""How far the values of a round may be from the values that training started from. Pure.
+"""How far the values of a round may be from the values before the training. Pure.
 
 Policy: update bounds.
 """
@@ -20,14 +20,14 @@ from swarm.protocol.values.updates import UpdateBound, bound_after
 def update_bound(
     unit: Unit, peers: Iterable[PeerId], work: Mapping[PeerId, int], tip: Manifest, rules: Rules
 ) -> UpdateBound | None:
-    """The bound of a value that one of these peers trained from the tip's value, or of their mean.
+    """The bound of a value that one of these peers trained from the tip's value, or of a mean.
 
-    A mean is no further from the starting value than its furthest source.
+    A mean is no further from the tip's value than its furthest source.
 
     The peers are members of the tip; `work` has the tokens of those that are not late.
 
     Returns:
-        None where values are not judged, as in a simulation.
+        None if values are not checked, as in a simulation.
     """
     entry, sources = tip.entries.get(unit), list(peers)
     if rules.step_bound is None or entry is None or not sources:
@@ -43,28 +43,27 @@ def update_bound(
 
 @dataclass(frozen=True)
 class _Behind:
-    """The training that a value may contain."""
+    """The amount of training that a value may contain."""
 
     steps: int
-    """The most local steps that one of its sources may have taken."""
+    """The most local steps that a source of the value may have taken."""
     rounds: int
-    """The number of rounds before the present one in which they may have been taken."""
+    """The number of earlier rounds in which some of these steps may have been taken."""
 
 
 def _behind(unit: Unit, work: Mapping[PeerId, int], tip: Manifest, rules: Rules) -> _Behind:
     """The training that a value of these sources may contain; `work` has their tokens.
 
     Shared tensors restart with each tip if all of them are due in each round. An expert's local
-    progress continues through rounds that did not count it. A shared part's continues through
-    rounds in which the part was not due (shared progress). In each of these rounds a peer trained
-    no more than it was dealt (deal sizes). Where deltas are averaged, steps that one period left
-    out may be carried on. Where rounds overlap, the steps of the previous round may be carried on
-    as well. Changes that codings lost in earlier rounds come later. They add no step, but the steps
-    may be those of K + 1 periods.
+    progress continues through rounds that did not count it. A shared part's progress continues
+    through rounds in which the part was not due (shared progress). In each of these rounds a peer
+    trained no more than it was dealt (deal sizes). Where deltas are averaged, steps that one period
+    left out may be carried. Where rounds overlap, steps of the previous round may be carried as
+    well. Remainders of codings add no step, but they may come from steps of K + 1 periods.
 
-    An expert that waited for an owner has an old version and no progress (expert ownership). So at
-    most K + 1 of its periods count. Otherwise its first owner could move it as far as all the
-    rounds of its wait would allow.
+    An expert that waited for an owner has an old version but no progress (expert ownership). So at
+    most K + 1 of its periods count. Otherwise the first owner could move the expert as far as in
+    all rounds of the wait.
     """
     batch = rules.batch_tokens_at(tip.tokens)
     is_expert = unit in rules.expert_units
@@ -86,7 +85,7 @@ def _behind(unit: Unit, work: Mapping[PeerId, int], tip: Manifest, rules: Rules)
 
 @dataclass(frozen=True)
 class _Case:
-    """A cache key that compares objects by identity: every source of every unit is looked up."""
+    """A cache key that compares objects by identity; each source of each unit is looked up."""
 
     names: tuple[int, int] = field(init=False)
     tip: Manifest = field(compare=False)
@@ -105,7 +104,7 @@ def _dealt(case: _Case) -> Mapping[PeerId, int]:
 
 @lru_cache(maxsize=8)
 def _steps_a_round(case: _Case) -> int:
-    """Steps of the run in an earlier round: those of the last round, or the mean if it is more."""
+    """Steps of the run in an earlier round: of the last round, or the mean if that is more."""
     tip, rules = case.tip, case.rules
     last = rules.local_steps_at(tip.tokens)
     if rules.round_seconds is not None:
