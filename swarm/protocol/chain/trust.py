@@ -505,7 +505,7 @@ def _open_from(links: Sequence[Link], at: int) -> int:
 
 
 def closed(kept: Sequence[Link], new: Sequence[Link]) -> list[Link]:
-    """New links without the heads of parents that the link before already has, except in reforms."""
+    """New links without those parents' heads that the link before has, except in reforms."""
     before = kept[-1].head if kept else None
     lone = []
     for link in new:
