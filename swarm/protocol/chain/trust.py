@@ -505,7 +505,7 @@ def _open_from(links: Sequence[Link], at: int) -> int:
 
 
 def closed(kept: Sequence[Link], new: Sequence[Link]) -> list[Link]:
-    """New links without the heads of parents that the link before already has, except in reforms."""
+    """New links. The head of a parent is dropped if the link before has it, except in reforms."""
     before = kept[-1].head if kept else None
     lone = []
     for link in new:
