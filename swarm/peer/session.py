@@ -195,7 +195,8 @@ class Peer:
         """Joins the run of the peers at these addresses, as a stranger.
 
         Args:
-            addresses: such as `/ip4/203.0.113.7/tcp/31330/p2p/ID`; some may be unreachable.
+            addresses: addresses of peers, such as `/ip4/203.0.113.7/tcp/31330/p2p/ID`; some may be
+                unreachable.
             folder: the state directory of this peer; made if missing.
             config: configuration of this machine.
             wanted: the run, if several are announced there, and the invitation, if one is needed.

@@ -65,7 +65,7 @@ def settings_of(
     Args:
         name: the run's id.
         directory: directory of the run.
-        record: whose tip names the configuration.
+        record: the record whose tip names the configuration.
         store: store of the run.
 
     Raises:

@@ -240,7 +240,7 @@ QUIET_TRIES = 5
 DOUBT = 0.5
 """The link is tested again if peers receive less than this share of the known rate."""
 DOUBT_AGAIN_S = 600.0
-"""Least time between two such tests, since the peers' own links may be slow."""
+"""Least time between two tests because of `DOUBT`, since the peers' own links may be slow."""
 
 
 async def measure_line(host: Host, run_id: str, members: Collection[PeerId] | None = None) -> None:

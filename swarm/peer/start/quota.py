@@ -122,7 +122,7 @@ class DataQuota:
 
     Attributes:
         count: moved bytes of the month so far.
-        reserve_bytes: kept for leaving in order.
+        reserve_bytes: bytes that are kept for leaving in order.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class DataQuota:
         Args:
             count: moved bytes of the month so far.
             quota_bytes: quota of a month.
-            reserve_bytes: kept for leaving in order.
+            reserve_bytes: bytes that are kept for leaving in order.
             clock: seconds since 1970; by default the clock of records, since a jump of the wall
                 clock could begin a new month.
         """

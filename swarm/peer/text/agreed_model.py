@@ -121,7 +121,7 @@ class AgreedModel:
         return named_tensors(layout_of(self.run), self.manifest, self.store)
 
     def tokenizer(self) -> Tokenizer:
-        """The run's tokenizer, as of `tokenizer_of`."""
+        """The run's tokenizer, as `tokenizer_of` gives it."""
         return tokenizer_of(self.manifest, self.store)
 
 

@@ -71,7 +71,7 @@ class ExpertMoments:
         self._leaving_round = handover.handover_round(self.model.me, adopted, tip)
 
     def hand_over(self) -> None:
-        """Offers the next few experts of a leaver whenever earlier ones have arrived."""
+        """Offers the next few experts of a leaver whenever earlier experts have arrived."""
         under_way = sum(map(self.exchange.is_waited_for, self._out))
         while self._leaving and under_way < TOGETHER:
             expert, peers = self._leaving.popitem()

@@ -42,7 +42,7 @@ class Record:
     """The tip's parent, from which a merge can be computed again."""
     promised: messages.Ballot | None = None
     accepted: messages.Accepted | None = None
-    """Promise and vote are for the height after the tip."""
+    """This peer's vote. Both the promise and the vote are for the height after the tip."""
     abstain_until_height: int = 0
     """A peer casts no vote up to this height if a damaged disk rolled its record back [P5]."""
     regained: Regained | None = None

@@ -126,11 +126,11 @@ class Declaration(schemas.OnWire):
     offer: schemas.DigestText | None
     """Digest of its offer's blob; None without an offer."""
     seconds: schemas.Seconds
-    """Seconds of its offer."""
+    """Seconds of the local steps in its offer."""
     capacity: schemas.Capacity
     leave: bool
     room: schemas.Room = ALL_EXPERTS
-    """Experts that fit its machine."""
+    """Number of experts that fit the peer's machine."""
 
 
 @dataclass(frozen=True)

@@ -265,7 +265,7 @@ class PeerRecord(Strict):
     tokens: Count
     """Tokens that this peer has trained since it joined."""
     loss: Real | None
-    """Mean training loss of its last local steps, in nats per token."""
+    """Mean training loss of the peer's last local steps, in nats per token."""
     val_loss: Real | None
     """Newest held-out loss of an agreed state that it knows, in nats per token."""
     tokens_per_s: Amount
@@ -288,7 +288,7 @@ class PeerRecord(Strict):
     """Bytes of moments that it handed over, which are not in `blob_bytes_sent`."""
     moments_bytes_received: Count
     zero_moments: Count
-    """Experts that it took over without moments, since it started."""
+    """Experts that the peer took over without moments, since it started."""
     moments_reason: Reason
     """Origin of the moments of the expert that it took over last."""
     routing: RoutingFigures | None

@@ -166,7 +166,7 @@ class FormerMember:
     """A vouched member that was removed, or left; it may return in its old role [R8]."""
 
     since: int
-    """Training round of the first manifest without it."""
+    """Training round of the first manifest without this member."""
     invites: int
     given: int
     weight: int

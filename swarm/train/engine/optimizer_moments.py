@@ -96,7 +96,7 @@ class Moments:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Which moments: `ADAMW_MOMENTS` or `MUON_MOMENTS`."""
+        """The kinds of these moments: `ADAMW_MOMENTS` or `MUON_MOMENTS`."""
         return MUON_MOMENTS if MUON_MOMENTS[0] in self.parts else ADAMW_MOMENTS
 
     @property

@@ -241,7 +241,7 @@ class ResidentEngine:
         """See `Engine`. There is no background work."""
 
     def _biases(self) -> Sequence[str]:
-        """The selection biases of its layers."""
+        """Names of the selection biases of the layers here."""
         return selection_biases(self._run.model)
 
     def _accumulate(

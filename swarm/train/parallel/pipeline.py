@@ -398,11 +398,11 @@ class _StageModule(nn.Module):
         return total / self._flow.divisor * self._flow.scale
 
     def inputs(self, form: _Form) -> tuple[Tensor, ...]:
-        """The received tensors, without values."""
+        """Tensors of the shapes and types that the stage receives, without values."""
         return () if self.stage.is_first else self._between_stages(form, self.stage.layers[0])
 
     def outputs(self, form: _Form) -> tuple[Tensor, ...]:
-        """The sent tensors, without values; in the last stage the loss."""
+        """Tensors like those that the stage sends, without values; in the last stage the loss."""
         if self.stage.is_last:
             return (torch.empty((), device="meta", requires_grad=form.is_training),)
         return self._between_stages(form, self.stage.layers[-1] + 1)

@@ -196,7 +196,7 @@ class Accumulator:
         """Starts another unit, once the last unit's gradients have left.
 
         Args:
-            unit: whose gradients follow.
+            unit: the unit whose gradients follow.
             before: the unit's sums over earlier passes, to which the new gradients are added.
         """
         self.packing, self.views = unit.packing, unit.packing.views(self._buffer)

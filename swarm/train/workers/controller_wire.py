@@ -268,7 +268,7 @@ def _parsed(line: bytes) -> Message:
 
 
 def _segments(listed: object) -> list[tuple[int, int]]:
-    """Raises BadMessage."""
+    """The segments that a message lists. Raises BadMessage."""
     if not isinstance(listed, list):
         raise BadMessage("worker_wire", "a message does not list its bytes")
     found = []

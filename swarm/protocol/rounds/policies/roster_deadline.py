@@ -61,7 +61,7 @@ class Absent:
     remaining_s: float | None
     """Time to the end of its local steps, by its last estimate; None: it gave none."""
     worked_s: float
-    """How long it has worked on the tip."""
+    """How long the member has worked on the tip."""
     word: Word | None = None
     """None: it gave no estimate."""
     contributed: bool = True
@@ -80,7 +80,7 @@ class Absent:
 
     @property
     def invested_s(self) -> float:
-        """Seconds of work and fetching that are lost if it is left out."""
+        """Seconds of work and fetching that are lost if the member is left out."""
         return self.worked_s + self.fetched_s
 
 
