@@ -8,8 +8,8 @@ from tests.train.runs import new_engine, same
 from tests.train.workers import test_nodes
 from tests.train.workers.test_parallel import OWNED, RUN, save, train
 
-key_file, nodes, agents = test_nodes.key_file, test_nodes.nodes, test_nodes.agents
-crews, parallel = test_nodes.crews, test_nodes.parallel
+key_file, key, nodes = test_nodes.key_file, test_nodes.key, test_nodes.nodes
+agents, crews, parallel = test_nodes.agents, test_nodes.crews, test_nodes.parallel
 
 
 @pytest.mark.parametrize("ep", [1, 3])
