@@ -59,8 +59,7 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
     Args:
         starter: starter of this machine.
         run: what is trained, and how.
-        weights: every tensor of the model before the first step, by Hugging Face name; None for the
-            weights of the named checkpoint, or of the run's seed.
+        weights: all tensors by Hugging Face name; None for those of the checkpoint or of the seed.
 
     Raises:
         CorruptState: the checkpoint is damaged.

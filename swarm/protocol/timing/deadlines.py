@@ -139,8 +139,7 @@ def production_timers(
     rate, and the disk for making values from deltas. T_att allows for a slow link, or for one phase
     that fails. T_reform is at least T_att and at least 10 minutes, unless the run fixes it. The
     limit of a fetch allows for the whole model. No timer depends on the length of rounds, since the
-    two would lengthen each other, and a restarted peer knows no rounds. Live peers send messages
-    every few seconds in any case.
+    two would lengthen each other, and a restarted peer knows no rounds.
 
     Args:
         measured: sizes and rate.
