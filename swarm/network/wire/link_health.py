@@ -143,7 +143,10 @@ class LinkHealth:
             del self._full[next(iter(self._full))]
 
     def full_by_one(self, receiver: str) -> None:
-        """Lets the next reading of a receiver agree with that receiver's earlier reading."""
+        """Keeps a receiver's reading beside its next one, which would otherwise replace it.
+
+        A rate counts once two readings agree. If only one peer listens, both come from that peer.
+        """
         if before := self._full.pop(receiver, None):
             self._full[BEFORE] = before
 

@@ -107,7 +107,9 @@ def decode_link(encoded: Buffer) -> Link:
 
 
 ABSTAIN_HEIGHTS = 2
-"""A damaged record may have been one tip ahead of the previous record, with a vote on that tip."""
+"""Heights above the previous record's tip at which a peer that lost its newest record casts no
+vote. The tip of the lost record may have been one height higher. That record may also have had a
+vote for the height after its tip."""
 UNTIL_IT_CONTRIBUTES = 2**62
 """A height that is never reached."""
 

@@ -1,6 +1,7 @@
 """Safetensors files that are hashed during writing, and read by their header.
 
-Several processes may each write a part of one private state.
+A private state may have several such files: one of the peer itself, and one of each worker process,
+called a part.
 """
 
 from __future__ import annotations
