@@ -124,9 +124,8 @@ class ComputeSection(Section):
     `pipeline` the processes of each stage share its experts, 0 means 1, and the product of both
     settings divides the number of processes."""
     shard: Literal["auto", "none", "state"] = "auto"
-    """Of a tensor that several processes hold: state cuts masters and moments, so that each process
-    keeps a share. none: every process keeps them whole. auto cuts them where they do not fit
-    whole."""
+    """Masters and moments of a tensor that several processes hold. state: each keeps a share. none:
+    each keeps the whole. auto: a share where the whole does not fit."""
     pipeline: Annotated[int, Field(ge=0, le=64)] = 0
     """Stages of a pipeline, each a process with some of the layers, through which micro-batches
     flow: for GPUs without NVLink. The number divides that of the processes. 1: no pipeline. 0: the

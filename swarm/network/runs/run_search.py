@@ -224,8 +224,9 @@ async def find_run(
         fingerprint: fingerprint of the wanted configuration, if one is known.
         wanted: the requested run id, or that of the run in which this peer was.
         preferred: the run to take if several have the same configuration.
-        deadline_s: how long to search; a run that is found in time is opened even later.
-        look_on: called after the deadline; returns how many more seconds to search.
+        deadline_s: how long to search. The deadline does not interrupt the opening of a found run.
+        look_on: called at the deadline and at the end of each extension; returns how many more
+            seconds to search.
 
     Raises:
         RunMismatch: several runs are announced and none was named; or only other runs than the

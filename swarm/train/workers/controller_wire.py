@@ -28,8 +28,8 @@ from swarm.train.workers.exchange import Closed, Message
 
 MAGIC = b"SWK1"
 MAX_MESSAGE_BYTES = 64 * 2**20
-"""Limit of a message. The forms of all tensors of a private state take 30 MB for 100 layers with
-512 experts."""
+"""Most bytes of a message's JSON. Raw bytes that follow the JSON do not count. A private state's
+message lists the type and shape of every tensor: 30 MB for 100 layers with 512 experts."""
 MAX_OFFSET = 2**53
 """Whole numbers below it are exact in every JSON decoder."""
 STALL_S = 60.0
