@@ -1,4 +1,4 @@
-"""The base of all settings, and explanations of values that a schema has refused."""
+"""The bases of all settings and of all messages, and explanations of values that they refuse."""
 
 from __future__ import annotations
 
@@ -29,6 +29,12 @@ class Section(BaseModel):
     """A frozen group of settings; unknown keys and values of the wrong type are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Strict:
+    """The base of dataclasses that are read from the JSON of other peers, as strictly."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
 
 Problem = Mapping[str, Any]

@@ -25,11 +25,10 @@ from pydantic import (
 )
 
 from swarm.config.run_settings import MAX_ROUND_TOKENS
-from swarm.config.section import refusal
+from swarm.config.section import Strict, refusal
 from swarm.errors import BadMessage
 from swarm.protocol.values.digests import Buffer
 from swarm.protocol.values.manifest import ALL_EXPERTS, Head
-from swarm.protocol.values.strict import Strict
 
 MAX_REASON_CHARACTERS = 120
 MAX_LINKS = 256

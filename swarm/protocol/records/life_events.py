@@ -17,8 +17,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from swarm.config.section import Strict
 from swarm.protocol.records.records import Real
-from swarm.protocol.values.strict import Strict
 
 Totals = Mapping[str, int]
 UNCHANGED = ("members", "contributors", "owned", "owners")

@@ -16,13 +16,12 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from swarm.canonical import canonical
 from swarm.config import RunName
-from swarm.config.section import PRINTABLE, refusal
+from swarm.config.section import PRINTABLE, Strict, refusal
 from swarm.errors import BadRecord
 from swarm.protocol.messages.schemas import DigestText, Generation, PeerText, Room
 from swarm.protocol.values.digests import Buffer
 from swarm.protocol.values.invitation import Possession
 from swarm.protocol.values.manifest import RUN_ID, Digest, Manifest, PeerId
-from swarm.protocol.values.strict import Strict
 from swarm.protocol.values.texts import Text, TokenizerFile
 
 MAX_REASON = 300

@@ -20,9 +20,9 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from swarm.config.section import Strict
 from swarm.errors import InvitationError
 from swarm.protocol.values.digests import digest_of
-from swarm.protocol.values.strict import Strict
 
 MAX_USES = 1024
 MAX_INVITES = 2**20

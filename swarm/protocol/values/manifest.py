@@ -19,12 +19,11 @@ from blake3 import blake3
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, ValidationInfo
 
 from swarm.canonical import canonical
-from swarm.config.section import refusal
+from swarm.config.section import Strict, refusal
 from swarm.errors import BadManifest
 from swarm.experts import expert_unit
 from swarm.protocol.values.digests import DIGEST_BYTES, Buffer, digest_of
 from swarm.protocol.values.invitation import Credential, Invitation, Used, as_plain
-from swarm.protocol.values.strict import Strict
 from swarm.protocol.values.texts import Text, TokenizerFile
 
 Sources = Mapping[str, tuple[tuple[str, str], ...]]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from swarm.protocol.values.strict import Strict
+from swarm.config.section import Strict
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 TextCount = Annotated[int, Field(ge=1, le=2**48)]
