@@ -25,7 +25,8 @@ It has three parts: the error of the delta's coding, later steps where rounds ov
 of a round that left the peer out. The next delta is x - v', so no progress is lost or sent twice,
 although only x is stored. To subtract c, the peer needs the blob that was counted. A peer without
 that blob restarts from v', and so does a peer that two rounds in a row left out. A delta that is
-taken verbatim needs no rule here, since its writer keeps the master (expert progress).
+taken verbatim needs no such correction: the agreed value is the one that this peer offered, so its
+master stays as it is (expert progress).
 
 After a restart of the peer the same function decides, with the bases and the offer of the saved
 private state [P6].
