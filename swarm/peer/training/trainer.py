@@ -281,7 +281,7 @@ class Trainer(TrainingShell):
             return None
         if work is None:
             return None
-        self.model.keep_offered(work.blobs)  # before `has`: nothing is deleted after it
+        self.model.keep_offered(work.blobs)  # so no blob that `has` finds is deleted
         return work if all(map(self.model.agreed.store.has, work.blobs)) else None
 
     def submit(self, tip: Manifest, offer: Offer) -> None:

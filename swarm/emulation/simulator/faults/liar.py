@@ -428,6 +428,6 @@ COPIED = "copied"
 WORK = "work"
 """The lie of having trained the whole deal in no time. A separate class has this lie."""
 OTHERS = ("foreign", "other_roster", "attempts", "capacity", "unserved", "two_faced")
-"""Other lies of a member and reducer."""
+"""Further lies: of a member or reducer, and the convener's "two_faced"."""
 VOTES = ("twice", "hides")
 """Lies against which no rule helps if two quorums share only the liar: protocol/README.md."""
