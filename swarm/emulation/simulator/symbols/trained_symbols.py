@@ -408,8 +408,8 @@ class Model:
     def _rebase(self, expert: int, choice: ExpertDecision) -> None:
         assert choice.base is not None and choice.rebase_from is not None
         base, value = self.progress[expert]
-        # The difference is zero if this peer's offer was merged. It is unknown if the merge is so
-        # old that the value before the merge need not be kept.
+        # Local progress is the present value minus the value before the merge. There is none if
+        # these are equal. After an old merge the value before may be gone: progress is dropped.
         if value == choice.rebase_from or not self._has_before(expert, choice.rebase_from):
             self.progress[expert] = Progress(choice.base, choice.base)
             return
