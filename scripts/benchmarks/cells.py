@@ -286,20 +286,17 @@ def _trained(
 ) -> Iterator[tuple[Cell, dict[str, Any]]]:
     """Cells with their results, as they finish."""
     if processes == 1:
-        read = Text(*text)
-        for cell in cells:
-            run, conditions = cell_of(cell)
-            yield cell, train(run, read, conditions)
+        yield from ((cell, _trained_one(*cell_of(cell), text)) for cell in cells)
         return
     with ProcessPoolExecutor(
         processes, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
     ) as pool:
-        jobs = {pool.submit(_train_apart, *cell_of(cell), text): cell for cell in cells}
+        jobs = {pool.submit(_trained_one, *cell_of(cell), text): cell for cell in cells}
         for job in as_completed(jobs):
             yield jobs[job], job.result()
 
 
-def _train_apart(
+def _trained_one(
     run: RunConfig, conditions: Conditions, text: tuple[str | None, Path]
 ) -> dict[str, Any]:
     return train(run, _text_of(*text), conditions)

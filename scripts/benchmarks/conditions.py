@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from unittest import mock
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from swarm.config import OptimizerConfig, RunConfig
+from swarm.experts import stacked_tensors
 from swarm.model.losses import Losses
 from swarm.model.routing import RoutingControls
 from swarm.train.engine import muon
@@ -72,7 +73,7 @@ class _ExpertOptimizer(OwnedOptimizer):
         *,
         direction_RC: Tensor | None = None,
     ) -> None:
-        if piece.matrix is None or ".experts.owned." not in piece.name:
+        if piece.matrix is None or not stacked_tensors(piece.name, (0,)):
             super().update_piece(piece, gradient_x, update, direction_RC=direction_RC)
             return
         update = replace(update, lr=update.lr * self._conditions.expert_lr)
@@ -90,11 +91,14 @@ class LimitedEngine(ResidentEngine):
 
     def __init__(self, run: RunConfig, conditions: Conditions) -> None:
         self._conditions, self._reader = conditions, 0
-        self.held: Collection[int] = ()
+        self.held: set[int] = set()
         super().__init__(run)
 
     def _new_optimizer(self, options: EngineOptions) -> OwnedOptimizer:
-        return _ExpertOptimizer(self._run.optimizer, options.moments, self._conditions)
+        conditions = self._conditions
+        if (conditions.expert_decay, conditions.expert_lr) == (muon.MOMENTUM_DECAY, 1):
+            return super()._new_optimizer(options)
+        return _ExpertOptimizer(self._run.optimizer, options.moments, conditions)
 
     def own(self, experts: Sequence[int]) -> None:
         super().own(experts)
@@ -103,7 +107,7 @@ class LimitedEngine(ResidentEngine):
             return
         reader_of_row = torch.arange(len(self.owned)) % readers
         for name, parameter in self._model.trained_parameters().items():
-            if ".experts.owned." in name:
+            if stacked_tensors(name, (0,)):
                 parameter.register_hook(
                     lambda gradient: gradient * (reader_of_row == self._reader)[:, None, None]
                 )
@@ -114,7 +118,8 @@ class LimitedEngine(ResidentEngine):
         self._reader = index * self._conditions.readers // len(parts)
         if self._conditions.absent != "skip":
             balances = self._conditions.absent == "balance"
-            controls = _AmongHeld(held=tuple(sorted(self.held)), balances=balances)
+            held = tuple(sorted(self.held))
+            controls = _AmongHeld(**vars(controls), held=held, balances=balances)
         return super()._backward(parts, index, controls)
 
 

@@ -116,7 +116,6 @@ class InProcessSwarm:
         }
         entries = {unit.unit: Entry(0, unit.codec) for unit in self.layout.units}
         self.tip = Tip(0, 0, 0, entries, {e: tuple(sorted(each)) for e, each in owners.items()})
-        self.held = {peer: self._to_hold(peer) for peer in self.peers}
         self.engines = {peer: self._engine(peer) for peer in self.peers}
         self.steps = self.tokens = self.merges = 0
         self._left: dict[str, bytes] = {}
@@ -155,9 +154,14 @@ class InProcessSwarm:
         engine = LimitedEngine(self.run, self.conditions)
         engine.own(self._owned(peer))
         engine.write(self.agreed)
-        self._take_away(engine, set(self.tip.owners) - self.held[peer])
-        engine.held = self.held[peer]
+        engine.held = self._to_hold(peer)
+        self._take_away(engine, self.tip.owners.keys() - engine.held)
         return engine
+
+    @property
+    def held(self) -> dict[str, set[int]]:
+        """The experts that each peer has in memory."""
+        return {peer: engine.held for peer, engine in self.engines.items()}
 
     def _owned(self, peer: str) -> list[int]:
         return [expert for expert, owners in self.tip.owners.items() if peer in owners]
@@ -173,13 +177,13 @@ class InProcessSwarm:
 
     def _rotate(self) -> None:
         for peer, engine in self.engines.items():
-            before, now = self.held[peer], self._to_hold(peer)
+            before, now = engine.held, self._to_hold(peer)
             self._take_away(engine, before - now)
             for unit in map(expert_unit, sorted(now - before)):
                 layout = self.layout.by_unit[unit]
                 read = _reader(self.values[unit])
                 engine.write(dict(read_tensors(layout, self.layout.shapes, read)))
-            self.held[peer] = engine.held = now
+            engine.held = now
 
     def _take_away(self, engine: Engine, experts: Collection[int]) -> None:
         """Sets experts to 0, so that they add nothing to the output of their layer."""
@@ -281,11 +285,11 @@ class InProcessSwarm:
                 self._follow(peer, engine, move)
         self._pending = []
 
-    def _follow(self, peer: str, engine: Engine, move: Move) -> None:
+    def _follow(self, peer: str, engine: LimitedEngine, move: Move) -> None:
         """Like `LiveModel.adopt`, for a peer that every round counts."""
         layout, before, after = move.layout, _reader(move.before), _reader(move.after)
         expert = expert_of_unit(layout.unit)
-        if expert is not None and expert not in self.held[peer]:
+        if expert is not None and expert not in engine.held:
             return
         if peer not in self._sources(layout.unit):
             engine.write(dict(read_tensors(layout, self.layout.shapes, after)))

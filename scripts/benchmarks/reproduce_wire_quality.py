@@ -341,6 +341,7 @@ def _parsed(settings: Mapping[str, str | int | float], name: str = "demo.toml") 
     return parse_config(RunConfig, source.read_text(), source=str(source), overrides=overrides)
 
 
+@functools.cache
 def of_cell(cell: Cell, scale: Scale) -> tuple[RunConfig, Conditions]:
     """Run file and conditions of a cell."""
     name, _, rate = cell.variant.partition("@")
